@@ -1,0 +1,40 @@
+"""shardwise: train PyTorch models that do not fit.
+
+A training step is a table turned into a list. `shard` takes a model, a plan and an optimizer, and
+runs the training step with every tensor where the plan says.
+
+Names are imported when first used, so that `import shardwise` costs nothing and the command line
+answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from shardwise.version import __version__
+
+if TYPE_CHECKING:
+    from shardwise.comm import World
+    from shardwise.config import Plan, load_plan
+    from shardwise.engine import Engine, shard
+    from shardwise.errors import ShardwiseError
+    from shardwise.mesh import Mesh
+
+__all__ = ["Engine", "Mesh", "Plan", "ShardwiseError", "World", "__version__", "load_plan", "shard"]
+
+_HOMES = {
+    "Engine": "shardwise.engine",
+    "Mesh": "shardwise.mesh",
+    "Plan": "shardwise.config",
+    "ShardwiseError": "shardwise.errors",
+    "World": "shardwise.comm",
+    "load_plan": "shardwise.config",
+    "shard": "shardwise.engine",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,55 @@
+"""Every error that shardwise raises on purpose.
+
+An error is a short letter: what happened, to which parameter, axis or file by the user's own name,
+what was expected, and what to do next. `ShardwiseError` is what a caller catches to catch them all.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShardwiseError(Exception):
+    """Anything shardwise refuses or cannot finish."""
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """A plan, a file or an option says something that cannot be meant."""
+
+
+class PlacementError(ConfigError):
+    """A table that contradicts itself, or asks for what no rank could hold."""
+
+
+class ProgramError(ShardwiseError):
+    """A program that would read what is not there; a defect of whoever built it."""
+
+
+class ModelError(ShardwiseError, ValueError):
+    """A model or optimizer that cannot be sharded as it is."""
+
+
+class CommError(ShardwiseError, RuntimeError):
+    """Ranks that could not meet, or disagree about what to send."""
+
+
+class StateError(ShardwiseError, RuntimeError):
+    """A call at a moment when it makes no sense, such as a step on a closed engine."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint that is missing, incomplete, damaged, or of another model."""
+
+
+class LaunchError(ShardwiseError, RuntimeError):
+    """A job that could not be started, or whose ranks failed."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A half-sentence for an unknown `word`: the nearest known name, or all of them."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"Known: {', '.join(names)}."

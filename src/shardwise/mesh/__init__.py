@@ -1,0 +1,5 @@
+"""Named axes, coordinates, groups of ranks."""
+
+from shardwise.mesh.mesh import Mesh
+
+__all__ = ["Mesh"]

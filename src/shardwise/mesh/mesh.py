@@ -1,0 +1,95 @@
+"""Ranks as points of a grid with named axes.
+
+Rank numbers run row-major: the last axis varies fastest, so it should be the one with the fastest
+links. `Mesh({"node": 2, "local": 4})` puts ranks 0-3 on node 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes and their sizes, outermost first."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.axes or len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
+            raise ConfigError(f"A mesh needs distinct axes with one size each, not {self.axes} and {self.sizes}.")
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            if size < 1:
+                raise ConfigError(f"Mesh axis {axis!r} has size {size}; a size is at least 1.")
+
+    @classmethod
+    def of(cls, axes: Mapping[str, int], world_size: int) -> Mesh:
+        """A mesh over `world_size` ranks. One size may be -1 and takes what the others leave."""
+        unknown = [axis for axis, size in axes.items() if size == -1]
+        known = math.prod(size for size in axes.values() if size != -1)
+        sizes = dict(axes)
+        if len(unknown) > 1:
+            raise ConfigError(f"Only one mesh axis may be -1, but {' and '.join(unknown)} are.")
+        if unknown and known > 0 and world_size % known == 0:
+            sizes[unknown[0]] = world_size // known
+        mesh = cls(tuple(sizes), tuple(size if size != -1 else 1 for size in sizes.values()))
+        if mesh.world_size != world_size:
+            raise ConfigError(
+                f"The mesh {_said(axes)} makes {mesh.world_size} ranks, but the world has {world_size}. "
+                f"Make the sizes multiply to {world_size}, or write -1 for the axis that takes the rest."
+            )
+        return mesh
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        return self.sizes[self._index(axis)]
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on every axis."""
+        coordinate = {}
+        for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
+            rank, coordinate[axis] = divmod(rank, size)
+        return {axis: coordinate[axis] for axis in self.axes}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at `coordinate`; the inverse of `coordinate`."""
+        rank = 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            rank = rank * size + coordinate[axis]
+        return rank
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks on the line along `axis` through `rank`, in the order of that axis."""
+        here = self.coordinate(rank)
+        return tuple(self.rank({**here, axis: place}) for place in range(self.size(axis)))
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """Every line along `axis`, in rank order: what all ranks must create together."""
+        return sorted({self.group(rank, axis) for rank in range(self.world_size)})
+
+    def require(self, axes: Iterable[str], what: str) -> None:
+        """Raise a sentence about `what` if it names an axis that this mesh has not."""
+        for axis in axes:
+            self._index(axis, what)
+
+    def _index(self, axis: str, what: str = "This") -> int:
+        if axis not in self.axes:
+            raise ConfigError(
+                f"{what} names mesh axis {axis!r}, but the mesh is {self}. {nearest(axis, self.axes)}"
+            )
+        return self.axes.index(axis)
+
+    def __str__(self) -> str:
+        return _said(dict(zip(self.axes, self.sizes, strict=True)))
+
+
+def _said(axes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in axes.items())
