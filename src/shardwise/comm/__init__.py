@@ -1,0 +1,21 @@
+"""The world of ranks, transports between them, collectives over named axes."""
+
+from shardwise.comm.collectives import Collectives, Group
+from shardwise.comm.pairwise import Pairwise, Transport
+from shardwise.comm.threads import PostOffice, ThreadTransport
+from shardwise.comm.work import Done, Pending, Work
+from shardwise.comm.world import EVERYBODY, World
+
+__all__ = [
+    "EVERYBODY",
+    "Collectives",
+    "Done",
+    "Group",
+    "Pairwise",
+    "Pending",
+    "PostOffice",
+    "ThreadTransport",
+    "Transport",
+    "Work",
+    "World",
+]

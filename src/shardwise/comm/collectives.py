@@ -1,0 +1,61 @@
+"""What the rest of the library asks of communication. Everything above speaks in these five verbs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from shardwise.comm.work import Work
+from shardwise.mesh import Mesh
+from shardwise.telemetry import Ledger
+
+Tensor = torch.Tensor
+
+
+class Group(NamedTuple):
+    """The ranks along one axis, in its order, and this rank's place among them."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int
+
+
+class Collectives(Protocol):
+    """Collectives over the ranks of a group.
+
+    Every rank of the group calls, in the same order. Each call returns at once; the tensors it was given
+    belong to it until `wait` returns. All tensors are one-dimensional and contiguous, and their length is
+    a multiple of the group's size, except for `broadcast`.
+    """
+
+    ledger: Ledger
+
+    def all_gather(self, full: Tensor, group: Group) -> Work:
+        """Fill `full` in place: each rank has put its chunk, the `group.index`-th, where it belongs."""
+        ...
+
+    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
+        """Sum the ranks' `source` and leave this rank's chunk of it in `out`, in `out`'s dtype.
+
+        Elements travel as `wire`.
+        """
+        ...
+
+    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
+        """Sum the ranks' `source` into `out` (which may be `source`); bit for bit the same on all of them."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:
+        """Give all ranks of the group what the rank `root` (a rank of the world) has, in place."""
+        ...
+
+    def exchange(self, message: bytes, group: Group) -> list[bytes]:
+        """Everybody's message, by place in the group. Blocks. For small things: checks and agreements."""
+        ...
+
+    def prepare(self, mesh: Mesh) -> None:
+        """Make what collectives over the axes of `mesh` need. All ranks of the world call."""
+        ...
+
+    def close(self) -> None: ...

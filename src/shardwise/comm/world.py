@@ -1,0 +1,193 @@
+"""The ranks of one job, and how this process came to be one of them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.collectives import Collectives, Group
+from shardwise.comm.gloo import GlooTransport
+from shardwise.comm.nccl import Nccl
+from shardwise.comm.pairwise import Pairwise, Transport
+from shardwise.comm.work import Done, Work
+from shardwise.errors import CommError, ConfigError
+from shardwise.mesh import Mesh
+
+EVERYBODY = "world"
+
+
+class World:
+    """This process among its peers. It owns what it opened: `close()` it, or use it in a `with`.
+
+    `World.join()` reads the environment that `shardwise launch`, `torchrun` and their like set;
+    without one it is a world of one.
+    """
+
+    def __init__(self, rank: int, size: int, transport: Transport, *, nccl: Nccl | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._host = Pairwise(transport)
+        self._nccl = nccl
+        self._owns_process_group = False
+
+    @classmethod
+    def join(cls, timeout_seconds: float = 600, environment: Mapping[str, str] | None = None) -> World:
+        """Meet the other ranks. All ranks call; returns when all have come.
+
+        A process group that is there already is used and left open by `close`. `timeout_seconds` bounds
+        this meeting and every later message. Raises `CommError` if the ranks do not meet and
+        `ConfigError` if the environment makes no sense.
+        """
+        env = os.environ if environment is None else environment
+        owns = False
+        if not dist.is_initialized():
+            rank, size = _place(env)
+            if size == 1 and "MASTER_ADDR" not in env:
+                return cls(0, 1, _Nobody())
+            _open_process_group(rank, size, env, timeout_seconds)
+            owns = True
+        world = cls(dist.get_rank(), dist.get_world_size(), _gloo(), nccl=_nccl(env, timeout_seconds))
+        world._owns_process_group = owns
+        return world
+
+    def collectives(self, device: torch.device) -> Collectives:
+        """What moves tensors that lie on `device`."""
+        if device.type == "cpu":
+            return self._host
+        if device.type == "cuda" and self._nccl is not None:
+            return self._nccl
+        if self.size == 1:
+            return self._host
+        raise CommError(
+            f"The model is on {device}, but this world of {self.size} ranks has nothing that moves tensors "
+            f"there. Start it where NCCL can be used, or put the model on the CPU."
+        )
+
+    def group(self, mesh: Mesh, axis: str) -> Group:
+        """The ranks on this rank's line along `axis`."""
+        return Group(axis, mesh.group(self.rank, axis), mesh.coordinate(self.rank)[axis])
+
+    @property
+    def everybody(self) -> Group:
+        return Group(EVERYBODY, tuple(range(self.size)), self.rank)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Every rank's message, by rank. All ranks call."""
+        return self._host.exchange(message, self.everybody)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank. All ranks call and get the same answer."""
+        return b"1" in self.exchange(b"1" if flag else b"0")
+
+    def mean(self, value: float) -> float:
+        """The mean of every rank's `value`, the same on all of them. All ranks call."""
+        told = torch.zeros(self.size, dtype=torch.float64)
+        told[self.rank] = value
+        self._host.all_gather(told, self.everybody).wait()
+        return float(told.mean())
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        self.exchange(b"")
+
+    def close(self) -> None:
+        """Leave. Nothing may be on its way. May be called twice."""
+        self._host.close()
+        if self._nccl is not None:
+            self._nccl.close()
+        if self._owns_process_group:
+            self._owns_process_group = False
+            dist.destroy_process_group()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Nobody:
+    """The transport of a world of one: there is nobody to write to."""
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:  # noqa: ARG002
+        return Done()
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:  # noqa: ARG002
+        return Done()
+
+    def close(self) -> None:
+        return
+
+
+def _place(env: Mapping[str, str]) -> tuple[int, int]:
+    try:
+        rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise ConfigError(
+            f"RANK={env.get('RANK')!r} and WORLD_SIZE={env.get('WORLD_SIZE')!r} are not both numbers. "
+            f"Start the ranks with `shardwise launch`, which sets them."
+        ) from error
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK={rank} is not within WORLD_SIZE={size}; ranks count from 0.")
+    return rank, size
+
+
+def _open_process_group(rank: int, size: int, env: Mapping[str, str], timeout_seconds: float) -> None:
+    """gloo for what lies on the host, and NCCL beside it where there are GPUs.
+
+    Keys carry the attempt: after a restart nobody reads what a dead generation wrote.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    host, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "29500"))
+    launcher_owns_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store = dist.TCPStore(
+            host, port, size, is_master=rank == 0 and not launcher_owns_store, timeout=timeout, wait_for_workers=False
+        )
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if _has_gpu(env) else "gloo",
+            store=dist.PrefixStore(f"shardwise/attempt-{attempt}", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=_gpu(env) if _has_gpu(env) else None,
+        )
+    except (RuntimeError, socket.gaierror) as error:
+        raise CommError(
+            f"Rank {rank} of {size} could not meet the others at {host}:{port}: {error}. Is the address right, "
+            f"is the port free on rank 0's machine, and have all {size} ranks been started?"
+        ) from error
+
+
+def _has_gpu(env: Mapping[str, str]) -> bool:
+    """Each rank needs a GPU of its own; NCCL refuses two ranks on one."""
+    local_size = int(env.get("LOCAL_WORLD_SIZE", "1"))
+    return torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_size
+
+
+def _gpu(env: Mapping[str, str]) -> torch.device:
+    return torch.device("cuda", int(env.get("LOCAL_RANK", "0")))
+
+
+def _world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise CommError("The process group was destroyed while a World was made from it.")
+    return group
+
+
+def _gloo() -> GlooTransport:
+    """The host side of the process group that is there, or a gloo group beside it."""
+    if dist.get_backend(_world_group()) == "gloo" or "cpu:gloo" in dist.get_backend_config():
+        return GlooTransport(_world_group())
+    return GlooTransport(dist.new_group(backend="gloo"))
+
+
+def _nccl(env: Mapping[str, str], timeout_seconds: float) -> Nccl | None:
+    return Nccl(_world_group(), _gpu(env), timeout_seconds) if _has_gpu(env) else None

@@ -1,0 +1,30 @@
+"""Places, the table, the presets, and what turns one place into another. Pure."""
+
+from shardwise.placement.layout import Layout, Slot, Span, pack, padded_numel
+from shardwise.placement.moves import Move, moves
+from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
+from shardwise.placement.presets import PRESETS, Preset, mesh_for, preset, table_for
+from shardwise.placement.table import Table
+
+__all__ = [
+    "KINDS",
+    "PRESETS",
+    "WIDTH",
+    "Axes",
+    "Dtype",
+    "Kind",
+    "Layout",
+    "Move",
+    "Place",
+    "Preset",
+    "Slot",
+    "Span",
+    "Table",
+    "Tier",
+    "mesh_for",
+    "moves",
+    "pack",
+    "padded_numel",
+    "preset",
+    "table_for",
+]

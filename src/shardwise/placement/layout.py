@@ -1,0 +1,91 @@
+"""Which elements a rank holds: flat buffers, the parameters in them, and one range per place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shardwise.mesh import Mesh
+from shardwise.placement.place import Axes
+
+ALIGN = 16
+"""Elements. Parameters and shards start on multiples of it: 32 bytes in bf16, a cache line in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements `start` up to, but not including, `stop` of a flat buffer."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def overlap(self, other: Span) -> Span:
+        """What both cover; empty, never negative, if that is nothing."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def within(self, other: Span) -> Span:
+        """This span counted from the start of `other`."""
+        return Span(self.start - other.start, self.stop - other.start)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in a flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.start + self.numel)
+
+
+def pack(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
+    """Parameters one after the other, each at a multiple of `ALIGN`, in the order given."""
+    slots, start = [], 0
+    for name, shape in shapes:
+        slots.append(Slot(name, shape, start))
+        start += _round_up(math.prod(shape), ALIGN)
+    return tuple(slots)
+
+
+def padded_numel(slots: Iterable[Slot], num_ranks: int) -> int:
+    """Elements of a buffer that holds `slots` and divides evenly, aligned, among `num_ranks`."""
+    return _round_up(max((slot.span.stop for slot in slots), default=0), num_ranks * ALIGN)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One contiguous range per rank and place, nesting as `Table.order` says."""
+
+    numel: int
+    order: Axes
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, numel: int, order: Axes, mesh: Mesh) -> Layout:
+        return cls(numel, order, {axis: mesh.size(axis) for axis in order})
+
+    def span(self, shard: Axes, coordinate: Mapping[str, int]) -> Span:
+        """What the rank at `coordinate` holds of a tensor sharded over `shard`."""
+        start, length = 0, self.numel
+        for axis in self.order:
+            if axis in shard:
+                length //= self.sizes[axis]
+                start += length * coordinate[axis]
+        return Span(start, start + length)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

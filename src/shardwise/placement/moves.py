@@ -1,0 +1,60 @@
+"""What turns one place into another. Nothing else in the library works out what to communicate."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from shardwise.placement.place import DEPTH, WIDTH, Axes, Dtype, Place, wider
+
+MoveVerb = Literal["cast", "fetch", "evict", "slice", "gather", "reduce_scatter", "all_reduce"]
+
+
+class Move(NamedTuple):
+    """One step on the way: `gather(local)`, `fetch(host)`, `cast(bf16)`.
+
+    `dtype` is what the bytes are once the move is done.
+    """
+
+    verb: MoveVerb
+    over: str
+    dtype: Dtype
+
+    def __str__(self) -> str:
+        return f"{self.verb}({self.over})"
+
+
+def moves(source: Place, target: Place, order: Axes) -> list[Move]:
+    """What turns `source` into `target`, in the order that sends the fewest bytes.
+
+    `order` is the table's: see [Note: why places nest] in `table.py`. Narrowing (slice, reduce-scatter)
+    goes along it, widening (gather) against it. Axes that are summed without being split are not in
+    `order` and come after the scatters, when there is less to sum.
+
+    Shards travel, whole tensors do not: bytes come nearer before they are gathered and go away after
+    they are reduced. Narrow bytes travel, wide ones do not: a cast that narrows comes first, unless
+    the bytes still lie on disk, where nothing can be computed; one that widens comes last. A sum is
+    its own cast: it is taken, and kept, in the wider of the two dtypes.
+    """
+    summed = [axis for axis in source.partial if axis not in target.partial]
+    nearer = DEPTH[target.tier] < DEPTH[source.tier]
+    away = DEPTH[target.tier] > DEPTH[source.tier]
+    narrows = WIDTH[target.dtype] < WIDTH[source.dtype] and source.tier != "disk" and not summed
+    dtype = target.dtype if narrows else wider(source.dtype, target.dtype) if summed else source.dtype
+
+    path: list[Move] = []
+    if narrows:
+        path.append(Move("cast", target.dtype, target.dtype))
+    if nearer:
+        path.append(Move("fetch", source.tier, dtype))
+    for axis in order:
+        if axis in target.shard and axis not in source.shard:
+            path.append(Move("reduce_scatter" if axis in summed else "slice", axis, dtype))
+    path += [Move("all_reduce", axis, dtype) for axis in reversed(summed) if axis not in target.shard]
+    for axis in reversed(order):
+        if axis in source.shard and axis not in target.shard:
+            path.append(Move("gather", axis, dtype))
+    if dtype != target.dtype:
+        path.append(Move("cast", target.dtype, target.dtype))
+    if away:
+        path.append(Move("evict", target.tier, target.dtype))
+    return path

@@ -1,0 +1,39 @@
+"""Where one kind of tensor lives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Axes = tuple[str, ...]
+Tier = Literal["device", "host", "disk"]
+Dtype = Literal["fp64", "fp32", "bf16"]
+Kind = Literal["param", "held", "grad", "optim"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+DEPTH: dict[Tier, int] = {"device": 0, "host": 1, "disk": 2}
+WIDTH: dict[Dtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one kind of tensor lives: split, copied or partial per mesh axis; on which tier; in which dtype.
+
+    On an axis that is in neither tuple every rank has a full copy.
+    """
+
+    shard: Axes = ()
+    partial: Axes = ()
+    """Each rank holds a summand. Only gradients are ever partial."""
+    tier: Tier = "device"
+    dtype: Dtype = "fp32"
+
+    def __str__(self) -> str:
+        parts = [f"shard({'+'.join(self.shard)})"] if self.shard else []
+        parts += [f"partial({'+'.join(self.partial)})"] if self.partial else []
+        return f"{' '.join(parts) or 'copy'} {self.dtype}" + (f" {self.tier}" if self.tier != "device" else "")
+
+
+def wider(one: Dtype, other: Dtype) -> Dtype:
+    """The dtype of the two that loses nothing of either."""
+    return one if WIDTH[one] >= WIDTH[other] else other

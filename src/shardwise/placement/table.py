@@ -1,0 +1,118 @@
+"""The table: four kinds of tensor, one place each, and the one rule that keeps a table honest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.errors import PlacementError, nearest
+from shardwise.mesh import Mesh
+from shardwise.placement.place import KINDS, Axes, Dtype, Kind, Place, Tier
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where the four kinds of tensor of one model (or of some of its parameters) live.
+
+    `axes` are the mesh's data-parallel axes, outermost first. `compute` is the dtype in which forward
+    and backward run, `wire` the dtype in which gradients travel, `step` the tier of the update.
+    """
+
+    axes: Axes
+    param: Place
+    held: Place
+    grad: Place
+    optim: Place
+    compute: Dtype = "fp32"
+    wire: Dtype = "fp32"
+    step: Tier = "device"
+
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            self._check_axes(kind)
+        for kind in ("param", "grad"):
+            self._check_no_repeated_update(kind)
+        self._check_nesting()
+
+    def place(self, kind: Kind) -> Place:
+        place: Place = getattr(self, kind)
+        return place
+
+    @property
+    def full(self) -> Place:
+        """What forward and backward need: everything, here, in the compute dtype."""
+        return Place(dtype=self.compute)
+
+    @property
+    def fresh(self) -> Place:
+        """What a backward has just produced: a summand of everything, in the dtype that travels."""
+        return Place(partial=self.axes, dtype=self.wire)
+
+    @property
+    def due(self) -> Place:
+        """What the update needs: the gradient of just the elements whose states lie here."""
+        return replace(self.optim, tier=self.step)
+
+    @property
+    def order(self) -> Axes:
+        """The sharded axes; the one that splits a buffer first, into the largest pieces, foremost.
+
+        [Note: why places nest] Every place of a table is one contiguous range of a flat buffer, and the
+        ranges nest: what is sharded over fewer axes contains what is sharded over more. So an all-gather
+        grows a range in place and a reduce-scatter shrinks one, and neither ever copies to reorder. Among
+        axes that appear together the inner one, with the faster links, splits first: reductions then run
+        over the fast axis while the buffer is whole, and over the slow one when it is small.
+        """
+        inner_first = tuple(reversed(self.axes))
+        shards = [self.place(kind).shard for kind in KINDS]
+        count = {axis: sum(axis in shard for shard in shards) for axis in self.axes}
+        used = [axis for axis in inner_first if count[axis]]
+        return tuple(sorted(used, key=lambda axis: -count[axis]))
+
+    def on(self, mesh: Mesh) -> Table:
+        """The same table without the axes on which the mesh has a single rank: nothing is split there."""
+        mesh.require(self.axes, "The table")
+
+        def keep(axes: Axes) -> Axes:
+            return tuple(axis for axis in axes if mesh.size(axis) > 1)
+
+        def kept(place: Place) -> Place:
+            return replace(place, shard=keep(place.shard), partial=keep(place.partial))
+
+        places = {kind: kept(self.place(kind)) for kind in KINDS}
+        return replace(self, axes=keep(self.axes), **places)
+
+    def _check_axes(self, kind: Kind) -> None:
+        place = self.place(kind)
+        for axis in place.shard + place.partial:
+            if axis not in self.axes:
+                raise PlacementError(
+                    f"{kind} is placed on axis {axis!r}, but the data-parallel axes are {', '.join(self.axes)}. "
+                    f"{nearest(axis, self.axes)}"
+                )
+        both = set(place.shard) & set(place.partial)
+        if both:
+            raise PlacementError(f"{kind} is both sharded and partial over {'+'.join(sorted(both))}; choose one.")
+        if place.partial and kind != "grad":
+            raise PlacementError(
+                f"{kind} is partial over {'+'.join(place.partial)}, but only gradients are ever summands. "
+                f"Shard it over that axis, or leave it a copy."
+            )
+
+    def _check_no_repeated_update(self, kind: Kind) -> None:
+        repeated = set(self.place(kind).shard) - set(self.optim.shard)
+        if repeated:
+            raise PlacementError(
+                f"{kind} is sharded over {'+'.join(sorted(repeated))} but its optimizer state is not, "
+                f"so every rank there would repeat the same update. Shard optim over it too."
+            )
+
+    def _check_nesting(self) -> None:
+        by_size = sorted(KINDS, key=lambda kind: len(self.place(kind).shard))
+        for small, large in zip(by_size, by_size[1:], strict=False):
+            odd = set(self.place(small).shard) - set(self.place(large).shard)
+            if odd:
+                raise PlacementError(
+                    f"{small} is sharded over {'+'.join(self.place(small).shard)} and {large} over "
+                    f"{'+'.join(self.place(large).shard)}: neither contains the other, so no rank could hold "
+                    f"both as one range. Shard {large} over {'+'.join(sorted(odd))} too."
+                )

@@ -1,0 +1,159 @@
+"""From tables and a trace to a program: what is due at which moment, without look-ahead yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from shardwise.placement import WIDTH, Move, Place, moves
+from shardwise.program.action import (
+    AFTER_STEP,
+    ALL_FLATS,
+    BEFORE_STEP,
+    END_OF_BACKWARD,
+    Action,
+    Block,
+    Moment,
+    Program,
+    Subject,
+)
+from shardwise.program.spec import FlatSpec, Trace, UnitSpec
+
+Actions = tuple[Action, ...]
+
+
+def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True) -> Program:
+    """One micro-batch: forward and backward, or only forward if not `training`.
+
+    A unit that is dropped and needed again with nothing else in between is not dropped at all.
+    """
+    by_name = {unit.name: unit for unit in units}
+    ready: set[str] = set()
+    blocks = []
+    for index, moment in enumerate(trace):
+        unit = by_name[moment.unit]
+        if moment.edge == "before":
+            due = () if unit.name in ready else gather_due(unit, moment, training=training)
+            ready.add(unit.name)
+        elif moment.phase == "forward" and _next_use(trace, index) == unit.name:
+            due = ()
+        else:
+            due = drop_due(unit, moment, training=training)
+            ready.discard(unit.name)
+        blocks.append(Block(moment, due))
+    if training:
+        left = tuple(action for unit in units if unit.name in ready for action in _free(unit))
+        blocks.append(Block(END_OF_BACKWARD, left))
+    return tuple(blocks)
+
+
+def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
+    """The optimizer step: gradients to where the states are, the verdict, new parameters to where they rest."""
+    flats = [flat for unit in units for flat in unit.flats if flat.trainable]
+    before = [action for flat in flats for action in step_gradients(flat)]
+    after = [action for flat in flats for action in step_parameters(flat)]
+    axes = units[0].flats[0].table.axes if units else ()
+    if flats and axes:
+        before += _agree(flats)
+    if axes and buffers_bytes:
+        after.append(Action("broadcast", ALL_FLATS, "buffers", "world", "-", buffers_bytes))
+    return (Block(BEFORE_STEP, tuple(before)), Block(AFTER_STEP, tuple(after)))
+
+
+def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
+    """What makes `unit` whole before it computes."""
+    held = training and moment.phase == "backward"
+    due: list[Action] = []
+    for flat in unit.flats:
+        source = flat.table.held if held else flat.table.param
+        due += _acted(flat, "held" if _has_held_buffer(flat) and held else "param", source, flat.table.full)
+    return tuple(due)
+
+
+def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
+    """What is due once `unit` has computed: its parameters go, and its gradients come in."""
+    if moment.phase == "backward":
+        reductions = [action for flat in unit.flats if flat.trainable for action in reduce_due(flat)]
+        return (*_free(unit), *reductions)
+    if not training:
+        return _free(unit)
+    due: list[Action] = []
+    for flat in unit.flats:
+        if flat.resident or flat.table.held == flat.table.full:
+            continue
+        if _has_held_buffer(flat):
+            due += _acted(flat, "held", flat.table.full, flat.table.held)
+        due.append(Action("free", flat.name, "full"))
+    return tuple(due)
+
+
+def reduce_due(flat: FlatSpec) -> Actions:
+    """From what a backward produced to where gradients wait. Nothing, if they wait as they come."""
+    path = _acted(flat, "grad", flat.table.fresh, flat.table.grad)
+    return path if any(action.communicates for action in path) else ()
+
+
+def step_gradients(flat: FlatSpec) -> Actions:
+    return _acted(flat, "grad", flat.table.grad, flat.table.due)
+
+
+def step_parameters(flat: FlatSpec) -> Actions:
+    return _acted(flat, "param", flat.table.due, flat.table.param)
+
+
+def _has_held_buffer(flat: FlatSpec) -> bool:
+    """Whether what is held between forward and backward is neither the resting shard nor the whole."""
+    return flat.table.held not in (flat.table.param, flat.table.full)
+
+
+def _free(unit: UnitSpec) -> Actions:
+    return tuple(Action("free", flat.name, "full") for flat in unit.flats if not flat.resident)
+
+
+def _next_use(trace: Trace, index: int) -> str | None:
+    """The unit that is needed next after `trace[index]`."""
+    return next((moment.unit for moment in trace[index + 1 :] if moment.edge == "before"), None)
+
+
+def _acted(flat: FlatSpec, subject: Subject, source: Place, target: Place) -> Actions:
+    """The moves from `source` to `target` as actions on `flat`, with the bytes they send."""
+    acted, shard = [], set(source.shard)
+    for move in moves(source, target, flat.table.order):
+        acted.append(_action(flat, subject, move, shard))
+        if move.verb in ("slice", "reduce_scatter"):
+            shard.add(move.over)
+        elif move.verb == "gather":
+            shard.remove(move.over)
+    return tuple(acted)
+
+
+def _action(flat: FlatSpec, subject: Subject, move: Move, shard: Iterable[str]) -> Action:
+    if move.verb in ("fetch", "evict"):
+        raise NotImplementedError(f"{flat.name}: {move} needs a tier below the device")
+    action = Action(move.verb, flat.name, subject, move.over, move.dtype)
+    if not action.communicates:
+        return action
+    axis = flat.mesh.size(move.over)
+    numel = flat.layout.span(tuple(shard), dict.fromkeys(flat.layout.order, 0)).numel
+    if move.verb == "gather":
+        return replace(action, sent_bytes=(axis - 1) * numel * WIDTH[move.dtype])
+    rounds = 2 if move.verb == "all_reduce" else 1
+    return replace(action, sent_bytes=rounds * (axis - 1) * (numel // axis) * WIDTH[flat.table.wire])
+
+
+def verdict_numel(num_params: int) -> int:
+    """Elements of the verdict: the squared gradient norm, and for each parameter whether it had a gradient."""
+    return num_params + 1
+
+
+def _agree(flats: Sequence[FlatSpec]) -> list[Action]:
+    """The one small sum per step that carries everything ranks must agree on before the update."""
+    mesh, axes = flats[0].mesh, flats[0].table.axes
+    numel = verdict_numel(sum(flat.num_params for flat in flats))
+    agreed = []
+    for axis in axes:
+        size = mesh.size(axis)
+        sent = 2 * (size - 1) * math.ceil(numel / size) * WIDTH["fp32"]
+        agreed.append(Action("agree", ALL_FLATS, "verdict", axis, "fp32", sent))
+    return agreed

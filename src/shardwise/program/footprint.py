@@ -1,0 +1,135 @@
+"""What a program will hold on one rank: bytes at rest by kind, and the peak of what comes and goes.
+
+These are promises: the runtime counts the same bytes (`engine.memory()`), and a test holds the two together.
+Activations are the model's own and not counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.placement import WIDTH
+from shardwise.program.action import Action, Block, Program
+from shardwise.program.build import reduce_due
+from shardwise.program.spec import FlatSpec, UnitSpec
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one rank.
+
+    `param`, `optim` (states and master weights) and `grad` rest between steps or wait for one; `working`
+    is what the peak holds beyond them: gathered parameters, gradients on their way, copies for the wire.
+    """
+
+    param: int
+    grad: int
+    optim: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.param + self.grad + self.optim + self.working
+
+
+def footprint(
+    units: Sequence[UnitSpec], micro_batch: Program, step: Program, *, states_per_param: int = 2
+) -> Footprint:
+    """What one step of `micro_batch` and `step` holds on each rank.
+
+    `states_per_param`: tensors of the parameter's size that the optimizer keeps (Adam: 2).
+    """
+    flats = [flat for unit in units for flat in unit.flats]
+    param = sum(flat.num_bytes(flat.table.param.shard, flat.table.param.dtype) for flat in flats)
+    optim = sum(_optim_bytes(flat, states_per_param) for flat in flats if flat.trainable)
+    grad = sum(flat.num_bytes(flat.table.grad.shard, flat.table.grad.dtype) for flat in flats if flat.trainable)
+    clock = _Walk({flat.name: flat for flat in flats})
+    for block in (*micro_batch, *step):
+        clock.walk(block, units)
+    return Footprint(param, grad, optim, max(0, clock.peak - grad))
+
+
+def _optim_bytes(flat: FlatSpec, states_per_param: int) -> int:
+    copies = states_per_param + (0 if flat.master_is_param else 1)
+    return copies * flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
+
+
+class _Walk:
+    """Adds and takes away the bytes that each action brings and frees, and remembers the peak."""
+
+    def __init__(self, flats: dict[str, FlatSpec]) -> None:
+        self.flats = flats
+        self.live: dict[tuple[str, str], int] = {}
+        self.chains: dict[str, list[Action]] = {}
+        self.peak = 0
+
+    def walk(self, block: Block, units: Sequence[UnitSpec]) -> None:
+        for action in block.actions:
+            if action.flat in self.flats:
+                self._act(self.flats[action.flat], action, in_step=block.moment.phase == "step")
+        if block.moment.edge == "before" and block.moment.phase == "backward":
+            for unit in units:
+                if unit.name == block.moment.unit:
+                    for flat in unit.flats:
+                        self._inbox(flat)
+        if block.moment.phase == "step" and block.moment.edge == "after":
+            self._consume()
+
+    def _inbox(self, flat: FlatSpec) -> None:
+        """Gradients as a backward leaves them: in the dtype of the wire, or as they rest if nothing travels."""
+        if flat.trainable:
+            waits = not reduce_due(flat)
+            dtype = flat.table.grad.dtype if waits else flat.table.wire
+            self._hold(flat, "grad" if waits else "inbox", flat.numel * WIDTH[dtype])
+
+    def _act(self, flat: FlatSpec, action: Action, *, in_step: bool) -> None:
+        match action.verb, action.subject:
+            case "gather", _ if not in_step:
+                self._hold(flat, "full", flat.full_bytes)
+            case "free", "full":
+                self._drop(flat, "full")
+            case "wait", "full":  # a gather from what was held uses it up
+                self._drop(flat, "held")
+            case "slice", "held":
+                self._hold(flat, "held", flat.num_bytes(flat.table.held.shard, flat.table.held.dtype))
+            case ("reduce_scatter" | "all_reduce"), "grad":
+                self._reduce(flat, action, in_step=in_step)
+            case "wait", "grad":
+                self._reduced(flat, in_step=in_step)
+
+    def _reduce(self, flat: FlatSpec, action: Action, *, in_step: bool) -> None:
+        ranks = flat.mesh.size(action.over)
+        source = "reduced" if (flat.name, "reduced") in self.live else "grad" if in_step else "inbox"
+        source_dtype = action.dtype if source == "reduced" else flat.table.grad.dtype if in_step else flat.table.wire
+        numel = self.live.get((flat.name, source), 0) // WIDTH[source_dtype]
+        self._hold(flat, "staging", (ranks - 1) * (numel // ranks) * WIDTH[flat.table.wire])
+        if action.verb == "reduce_scatter":
+            self._hold(flat, "next", numel // ranks * WIDTH[action.dtype])  # type: ignore[index]  # a sum has a dtype
+        elif source_dtype != action.dtype:
+            self._hold(flat, "next", numel * WIDTH[action.dtype])  # type: ignore[index]  # likewise
+        self.chains.setdefault(flat.name, []).append(action)
+
+    def _reduced(self, flat: FlatSpec, *, in_step: bool) -> None:
+        """A step of a reduction is done: what it read goes, what it made is the next step's source."""
+        self._drop(flat, "staging")
+        made = self.live.pop((flat.name, "next"), None)
+        if made is not None:
+            self._drop(flat, "inbox")
+            if in_step:
+                self._drop(flat, "grad")
+            self._drop(flat, "reduced")
+            self._hold(flat, "reduced", made)
+        elif (flat.name, "inbox") in self.live:
+            self._hold(flat, "reduced", self.live.pop((flat.name, "inbox")))
+
+    def _consume(self) -> None:
+        for key in [key for key in self.live if key[1] in ("grad", "reduced")]:
+            del self.live[key]
+
+    def _hold(self, flat: FlatSpec, what: str, num_bytes: int) -> None:
+        self.live[flat.name, what] = num_bytes
+        self.peak = max(self.peak, sum(self.live.values()))
+
+    def _drop(self, flat: FlatSpec, what: str) -> None:
+        self.live.pop((flat.name, what), None)

@@ -1,0 +1,54 @@
+"""The passes in their order: what turns units and a trace into the program that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.program.action import Block, Program
+from shardwise.program.build import build_pass, build_step
+from shardwise.program.check import check
+from shardwise.program.footprint import Footprint, footprint
+from shardwise.program.prefetch import prefetch
+from shardwise.program.spec import Trace, UnitSpec
+from shardwise.program.streams import overlap, pipelined
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """One training step: `micro_batch` as often as gradients are accumulated, then `step`."""
+
+    micro_batch: Program
+    step: Program
+    footprint: Footprint
+
+    def sent_bytes(self, num_micro_batches: int = 1) -> int:
+        """What one rank puts on the wire in one optimizer step."""
+        per_batch = sum(action.sent_bytes for block in self.micro_batch for action in block.actions)
+        per_step = sum(action.sent_bytes for block in self.step for action in block.actions)
+        return num_micro_batches * per_batch + per_step
+
+
+def plan_step(
+    units: Sequence[UnitSpec],
+    trace: Trace,
+    *,
+    prefetch_bytes: int | None = None,
+    training: bool = True,
+    buffers_bytes: int = 0,
+    states_per_param: int = 2,
+) -> StepProgram:
+    """Build, prefetch, overlap and check the program of one step.
+
+    `prefetch_bytes` is how much may lie gathered ahead of its use; `None` means the largest flat
+    buffer, so that the next one is always on its way.
+    """
+    full_bytes = {flat.name: flat.full_bytes for unit in units for flat in unit.flats}
+    budget = max(full_bytes.values(), default=0) if prefetch_bytes is None else prefetch_bytes
+    micro_batch = overlap(prefetch(build_pass(units, trace, training=training), full_bytes, budget))
+    check(micro_batch, units)
+    step = tuple(
+        Block(block.moment, pipelined(block.actions)) for block in build_step(units, buffers_bytes=buffers_bytes)
+    )
+    return StepProgram(micro_batch, step, footprint(units, micro_batch, step, states_per_param=states_per_param))
+

@@ -1,0 +1,68 @@
+"""What a program is built from: units, the flat buffers in them, and the order in which they are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.mesh import Mesh
+from shardwise.placement import WIDTH, Axes, Dtype, Layout, Table
+from shardwise.program.action import Moment
+
+Trace = tuple[Moment, ...]
+
+
+@dataclass(frozen=True)
+class FlatSpec:
+    """One flat buffer: parameters of one dtype that share a row of the table.
+
+    `numel` counts padding; `num_params` counts parameters, not elements. `table` has no axis of size 1.
+    """
+
+    name: str
+    numel: int
+    num_params: int
+    table: Table
+    mesh: Mesh
+    trainable: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.numel, self.table.order, self.mesh)
+
+    @property
+    def resident(self) -> bool:
+        """The parameters lie here whole between steps: there is nothing to gather or free."""
+        return self.table.param == self.table.full
+
+    @property
+    def master_is_param(self) -> bool:
+        """The optimizer updates the parameter's own bytes; there is no second copy in another dtype."""
+        param, optim = self.table.param, self.table.optim
+        return (param.dtype, param.tier) == (optim.dtype, optim.tier)
+
+    def num_bytes(self, shard: Axes, dtype: Dtype) -> int:
+        """Bytes of this buffer on one rank when sharded over `shard`. The same on every rank."""
+        return self.layout.span(shard, dict.fromkeys(self.layout.order, 0)).numel * WIDTH[dtype]
+
+    @property
+    def full_bytes(self) -> int:
+        return self.num_bytes((), self.table.compute)
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """What is gathered together, before one module (or several) runs."""
+
+    name: str
+    flats: tuple[FlatSpec, ...]
+
+    @property
+    def trainable(self) -> bool:
+        return any(flat.trainable for flat in self.flats)
+
+
+def straight_trace(units: tuple[UnitSpec, ...]) -> Trace:
+    """The order of a model that uses its units one after the other, once: what `explain` assumes."""
+    forward = [Moment(edge, "forward", unit.name) for unit in units for edge in ("before", "after")]
+    backward = [Moment(edge, "backward", unit.name) for unit in reversed(units) for edge in ("before", "after")]
+    return (*forward, *backward)

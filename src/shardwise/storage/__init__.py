@@ -1,0 +1,21 @@
+"""Units chosen from a module tree, and the flat memory they live in."""
+
+from shardwise.storage.birth import check_model, check_same_everywhere, settle
+from shardwise.storage.dtypes import torch_dtype
+from shardwise.storage.flat import Flat, FullState
+from shardwise.storage.select import UnitChoice, choose_units
+from shardwise.storage.unit import Unit, make_unit, unit_spec
+
+__all__ = [
+    "Flat",
+    "FullState",
+    "Unit",
+    "UnitChoice",
+    "check_model",
+    "check_same_everywhere",
+    "choose_units",
+    "make_unit",
+    "settle",
+    "torch_dtype",
+    "unit_spec",
+]

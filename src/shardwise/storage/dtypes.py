@@ -1,0 +1,13 @@
+"""The table's dtype names and torch's."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.placement import Dtype
+
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def torch_dtype(name: Dtype) -> torch.dtype:
+    return TORCH_DTYPES[name]

@@ -1,0 +1,227 @@
+"""Flat memory: many parameters in one buffer, each a named view into it.
+
+[Note: freeing by resizing] A parameter's `data` is a view of `full` for as long as the engine lives. To free
+a gathered buffer its *storage* is resized to nothing; the next gather gives the same storage its bytes back.
+Re-pointing `data` would not free anything: autograd saves views such as `weight.t()`, which keep the old
+storage alive, and which see the next gather this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import torch
+
+from shardwise.placement import Slot, Span
+from shardwise.program import FlatSpec, reduce_due
+from shardwise.storage.dtypes import torch_dtype
+from shardwise.telemetry import ByteMeter
+
+Tensor = torch.Tensor
+
+
+class FullState(Enum):
+    """What the whole buffer is. `RESIDENT` never changes; the others go round in this order."""
+
+    RESIDENT = "resident"
+    ABSENT = "absent"
+    FLYING = "flying"
+    READY = "ready"
+
+
+class Flat:
+    """One flat buffer on one rank: the parameters' bytes at rest and whole, and their gradients.
+
+    `param`, `held`, `master`, `grad` and `due` are this rank's ranges of the places that the table gives
+    them; `full` is everything, its storage empty while it is not gathered. `master` is what the optimizer
+    updates: a range of `param` itself where the dtypes agree. `inbox` is where a backward leaves gradients.
+    """
+
+    def __init__(
+        self,
+        spec: FlatSpec,
+        slots: Sequence[Slot],
+        params: Sequence[torch.nn.Parameter],
+        coordinate: Mapping[str, int],
+        meter: ByteMeter,
+    ) -> None:
+        self.spec = spec
+        self.slots = tuple(slots)
+        self.params = tuple(params)
+        self.meter = meter
+        self.device = params[0].device
+        table, layout = spec.table, spec.layout
+        self.param_span = layout.span(table.param.shard, coordinate)
+        self.held_span = layout.span(table.held.shard, coordinate)
+        self.grad_span = layout.span(table.grad.shard, coordinate)
+        self.optim_span = layout.span(table.optim.shard, coordinate)
+        self.state = FullState.RESIDENT if spec.resident else FullState.ABSENT
+        self.full = torch.empty(0)
+        self.param = torch.empty(0)
+        self.master: Tensor | None = None
+        self.held: Tensor | None = None
+        self._waits_in_inbox = not reduce_due(spec)
+        at_rest = table.grad.dtype if self._waits_in_inbox else table.wire
+        self._inbox_dtype = torch_dtype(at_rest)
+        self._scale = 1.0
+        for axis in table.axes:
+            self._scale /= spec.mesh.size(axis)
+        self.inbox: Tensor | None = None
+        self.grad: Tensor | None = None
+        self.due: Tensor | None = None
+        self._in_inbox = [False] * len(self.slots)
+        self.touched = [False] * len(self.slots)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    # -- birth ------------------------------------------------------------------------------------------
+
+    def collect(self) -> Tensor:
+        """The parameters' present values in one buffer, in the dtype in which the optimizer keeps them."""
+        table = self.spec.table
+        dtype = torch_dtype(table.optim.dtype if self.spec.trainable else table.compute)
+        whole = torch.zeros(self.spec.numel, dtype=dtype, device=self.device)
+        for slot, param in zip(self.slots, self.params, strict=True):
+            whole[slot.start : slot.span.stop].copy_(param.detach().reshape(-1))
+        return whole
+
+    def settle(self, whole: Tensor) -> None:
+        """Put every row where the table says, from `whole`, and make the parameters views of `full`."""
+        table = self.spec.table
+        compute = torch_dtype(table.compute)
+        self.full = whole.to(compute, copy=True)
+        for slot, param in zip(self.slots, self.params, strict=True):
+            param.data = self.full[slot.start : slot.span.stop].view(slot.shape)
+        if self.spec.resident:
+            self.param = self.full
+        else:
+            self.param = _part(self.full, self.param_span).clone()
+        self.meter.hold("param", self.param.nbytes)
+        if self.spec.trainable:
+            if self.spec.master_is_param:
+                self.master = _part(self.param, self.optim_span.within(self.param_span))
+            else:
+                self.master = _part(whole, self.optim_span).to(torch_dtype(table.optim.dtype), copy=True)
+                self.meter.hold("optim", self.master.nbytes)
+        if not self.spec.resident:
+            self.full.untyped_storage().resize_(0)
+
+    # -- the whole buffer -------------------------------------------------------------------------------
+
+    def raise_full(self) -> None:
+        """Give `full` its bytes back, undefined. It is on its way from here until it is `READY`."""
+        self.full.untyped_storage().resize_(self.spec.full_bytes)
+        self.meter.hold("working", self.spec.full_bytes)
+        self.state = FullState.FLYING
+
+    def free_full(self) -> None:
+        """Let the bytes of `full` go. Asked twice, or of a resident buffer, it does nothing."""
+        if self.state is FullState.READY:
+            self.full.untyped_storage().resize_(0)
+            self.meter.drop("working", self.spec.full_bytes)
+            self.state = FullState.ABSENT
+
+    def hold(self) -> None:
+        """Keep from `full` what the table says is held until the backward."""
+        if self.held is None:
+            self.held = _part(self.full, self.held_span).clone()
+            self.meter.hold("working", self.held.nbytes)
+
+    def free_held(self) -> None:
+        if self.held is not None:
+            self.meter.drop("working", self.held.nbytes)
+            self.held = None
+
+    def accept_master(self) -> None:
+        """Cast what the optimizer has updated into the range of `param` that it came from."""
+        if self.master is not None and not self.spec.master_is_param:
+            _part(self.param, self.optim_span.within(self.param_span)).copy_(self.master)
+
+    # -- gradients --------------------------------------------------------------------------------------
+
+    def arrive(self, index: int, grad: Tensor) -> None:
+        """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
+        if self.inbox is None:
+            self.inbox = torch.empty(self.spec.numel, dtype=self._inbox_dtype, device=self.device)
+            self.meter.hold("grad" if self._waits_in_inbox else "working", self.inbox.nbytes)
+        slot = self.slots[index]
+        view = self.inbox[slot.start : slot.span.stop].view(slot.shape)
+        if self._in_inbox[index]:
+            view.add_(grad, alpha=self._scale)
+        else:
+            torch.mul(grad, self._scale, out=view)
+        self._in_inbox[index] = True
+        self.touched[index] = True
+
+    def complete(self) -> bool:
+        """Whether every parameter's gradient lies in the inbox."""
+        return all(self._in_inbox)
+
+    def close_inbox(self) -> Tensor | None:
+        """What the backward left, zero for parameters that it did not reach, ready to be reduced."""
+        inbox, self.inbox = self.inbox, None
+        if inbox is None:
+            return None
+        for slot, arrived in zip(self.slots, self._in_inbox, strict=True):
+            if not arrived:
+                inbox[slot.start : slot.span.stop].zero_()
+        self._in_inbox = [False] * len(self.slots)
+        self.meter.drop("grad" if self._waits_in_inbox else "working", inbox.nbytes)
+        return inbox
+
+    def keep_grad(self, reduced: Tensor) -> None:
+        """Add a micro-batch's reduced gradient to what waits for the step."""
+        if self.grad is None:
+            self.grad = reduced
+            self.meter.hold("grad", reduced.nbytes)
+        else:
+            self.grad.add_(reduced)
+
+    def take_grad(self) -> Tensor | None:
+        """Hand over what has waited for the step; from here on it is the caller's."""
+        if self._waits_in_inbox:
+            return self.close_inbox()
+        grad, self.grad = self.grad, None
+        if grad is not None:
+            self.meter.drop("grad", grad.nbytes)
+        return grad
+
+    def keep_due(self, due: Tensor) -> None:
+        """What the update will read. A second one before the update is added to the first."""
+        if self.due is None:
+            self.due = due
+            self.meter.hold("grad", due.nbytes)
+        else:
+            self.due.add_(due)
+
+    def drop_gradients(self) -> None:
+        """Forget every gradient, wherever it waits."""
+        self.close_inbox()
+        self.take_grad()
+        if self.due is not None:
+            self.meter.drop("grad", self.due.nbytes)
+            self.due = None
+        self.touched = [False] * len(self.slots)
+
+    # -- one parameter ----------------------------------------------------------------------------------
+
+    def master_piece(self, index: int) -> tuple[Tensor, Span]:
+        """This rank's elements of parameter `index`, as a view of `master`, and which of its elements they are."""
+        if self.master is None:
+            raise ValueError(f"{self.slots[index].name} is frozen and has no master weights")
+        mine = self.slots[index].span.overlap(self.optim_span)
+        return _part(self.master, mine.within(self.optim_span)), mine.within(self.slots[index].span)
+
+    def due_piece(self, index: int) -> Tensor | None:
+        """The gradient of those same elements; `None` if there is none."""
+        if self.due is None:
+            return None
+        mine = self.slots[index].span.overlap(self.optim_span)
+        return _part(self.due, mine.within(self.optim_span))
+
+
+def _part(tensor: Tensor, span: Span) -> Tensor:
+    return tensor[span.start : span.stop]

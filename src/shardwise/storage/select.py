@@ -1,0 +1,161 @@
+"""Which parameters are gathered together: units chosen from a module tree.
+
+First come *blocks*: the model's own repeated class, or what the plan asks for. Every other parameter
+belongs to the module that owns it: an embedding or a head becomes a unit of its own, small ones (a last
+norm, a position table) form one unit called `rest`. A parameter that several units use becomes a unit
+with several *sites*: modules before which it is gathered.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.config import Plan
+from shardwise.errors import ConfigError, nearest
+
+REST = "rest"
+SMALL_NUMEL = 2**14
+"""Elements. Modules outside blocks with fewer parameters share one unit, to save a message each."""
+
+Selection = dict[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """A unit before it has memory: its parameters by name, and the modules before which they are needed."""
+
+    name: str
+    params: dict[str, nn.Parameter]
+    sites: tuple[nn.Module, ...]
+
+
+def choose_units(model: nn.Module, plan: Plan) -> list[UnitChoice]:
+    """All parameters of `model`, each in exactly one unit, in the order in which the model registers them."""
+    blocks = _blocks(model, plan)
+    homes = _homes(model, blocks)
+    groups: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        groups.setdefault(homes[param], {})[name] = param
+    modules = dict(model.named_modules())
+    choices, small = [], {}
+    for home, params in groups.items():
+        numel = sum(param.numel() for param in params.values())
+        if len(home) == 1 and home[0] not in blocks and numel < SMALL_NUMEL:
+            small.update({name: home[0] for name in params})
+            continue
+        name = home[0] or type(model).__name__
+        sites = tuple(modules[path] for path in home)
+        choices.append(UnitChoice(name if len(home) == 1 else f"{name}+", params, sites))
+    if small:
+        choices.append(_rest(model, modules, small))
+    return choices
+
+
+def _rest(model: nn.Module, modules: Mapping[str, nn.Module], small: Mapping[str, str]) -> UnitChoice:
+    """The small leftovers: gathered once for the lowest module that contains all their owners, and
+    again before an owner that is called by itself."""
+    paths = [path.split(".") if path else [] for path in small.values()]
+    common: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    owners = [modules[path] for path in dict.fromkeys(small.values())]
+    above = modules[".".join(common)]
+    named = dict(model.named_parameters())
+    sites = [above, *(owner for owner in owners if owner is not above)]
+    return UnitChoice(REST, {name: named[name] for name in small}, tuple(sites))
+
+
+def _homes(model: nn.Module, blocks: Selection) -> dict[nn.Parameter, tuple[str, ...]]:
+    """For each parameter the blocks that use it, or the owning module where that is in no block."""
+    homes: dict[nn.Parameter, dict[str, None]] = {}
+    for path, module in model.named_modules():
+        home = next((above for above in _upwards(path) if above in blocks), path)
+        for param in module._parameters.values():
+            if param is not None:
+                homes.setdefault(param, {})[home] = None
+    return {param: tuple(paths) for param, paths in homes.items()}
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """`h.0.mlp`, `h.0`, `h` and the root."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def _blocks(model: nn.Module, plan: Plan) -> Selection:
+    wanted = plan.units
+    if wanted == "auto":
+        return dict(_repeated(model, ""))
+    if isinstance(wanted, tuple):
+        return _by_name(model, wanted)
+    if not isinstance(wanted, dict) or len(wanted) != 1:
+        raise ConfigError(f"units is {wanted!r}; give exactly one of class and min_numel, a list of names, or auto.")
+    match next(iter(wanted.items())):
+        case "class", str() as name:
+            return _by_class(model, name)
+        case "min_numel", int() as numel:
+            return dict(_by_size(model, "", numel))
+    raise ConfigError(f"units is {wanted!r}; write {{class: Block}} or {{min_numel: 1000000}}.")
+
+
+def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Children of a container that come at least twice in the same class: a model's own blocks, outermost."""
+    children = {_join(path, name): child for name, child in module.named_children() if _numel(child)}
+    classes = [type(child) for child in children.values()]
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for name, child in children.items():
+        if is_container and classes.count(type(child)) > 1:
+            yield name, child
+        else:
+            yield from _repeated(child, name)
+
+
+def _by_class(model: nn.Module, name: str) -> Selection:
+    found: Selection = {}
+    for path, module in model.named_modules():
+        inside = any(above in found for above in _upwards(path))
+        if type(module).__name__ == name and not inside and _numel(module):
+            found[path] = module
+    if not found:
+        classes = {type(module).__name__ for module in model.modules() if _numel(module)}
+        raise ConfigError(f"units asks for class {name!r}, but the model has no such module. {nearest(name, classes)}")
+    return found
+
+
+def _by_name(model: nn.Module, patterns: tuple[str, ...]) -> Selection:
+    modules = dict(model.named_modules())
+    found: Selection = {}
+    for pattern in patterns:
+        matches = {path: module for path, module in modules.items() if fnmatch.fnmatchcase(path, pattern) and path}
+        if not matches:
+            raise ConfigError(f"units names {pattern!r}, but the model has no such module. {nearest(pattern, modules)}")
+        found.update({path: module for path, module in matches.items() if _numel(module)})
+    nested = [path for path in found if any(above in found for above in _upwards(path.rpartition(".")[0]))]
+    if nested:
+        raise ConfigError(f"units names {nested[0]!r} and also a module around it; a parameter has one unit.")
+    return found
+
+
+def _by_size(module: nn.Module, path: str, min_numel: int) -> Iterator[tuple[str, nn.Module]]:
+    """The smallest modules with at least `min_numel` parameters."""
+    large = [(_join(path, name), child) for name, child in module.named_children() if _numel(child) >= min_numel]
+    if not large and path and _numel(module) >= min_numel:
+        yield path, module
+    for name, child in large:
+        yield from _by_size(child, name, min_numel)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,44 @@
+"""Counters that one owner hands to those who count; nothing here is a module variable."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Ledger:
+    """How often each collective ran on each axis, and how many bytes this rank sent for it."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.sent_bytes: Counter[tuple[str, str]] = Counter()
+
+    def called(self, verb: str, axis: str) -> None:
+        self.calls[verb, axis] += 1
+
+    def sent(self, verb: str, axis: str, num_bytes: int) -> None:
+        self.sent_bytes[verb, axis] += num_bytes
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.sent_bytes.clear()
+
+
+class ByteMeter:
+    """Bytes held now and at most, by kind: `param`, `grad`, `optim`, `working`."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.peak_total = 0
+
+    def hold(self, kind: str, num_bytes: int) -> None:
+        self.now[kind] += num_bytes
+        self.peak[kind] = max(self.peak[kind], self.now[kind])
+        self.peak_total = max(self.peak_total, self.now.total())
+
+    def drop(self, kind: str, num_bytes: int) -> None:
+        self.now[kind] -= num_bytes
+
+    def reset_peak(self) -> None:
+        self.peak = self.now.copy()
+        self.peak_total = self.now.total()
