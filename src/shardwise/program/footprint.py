@@ -103,7 +103,8 @@ class _Walk:
         source = "reduced" if (flat.name, "reduced") in self.live else "grad" if in_step else "inbox"
         source_dtype = action.dtype if source == "reduced" else flat.table.grad.dtype if in_step else flat.table.wire
         numel = self.live.get((flat.name, source), 0) // WIDTH[source_dtype]
-        self._hold(flat, "staging", (ranks - 1) * (numel // ranks) * WIDTH[flat.table.wire])
+        copies = 1 if source_dtype == flat.table.wire else 2  # what arrives, and what is cast to be sent
+        self._hold(flat, "staging", copies * (ranks - 1) * (numel // ranks) * WIDTH[flat.table.wire])
         if action.verb == "reduce_scatter":
             self._hold(flat, "next", numel // ranks * WIDTH[action.dtype])  # type: ignore[index]  # a sum has a dtype
         elif source_dtype != action.dtype:
