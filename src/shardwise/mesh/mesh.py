@@ -22,7 +22,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if not self.axes or len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
-            raise ConfigError(f"A mesh needs distinct axes with one size each, not {self.axes} and {self.sizes}.")
+            raise ConfigError(
+                f"A mesh needs distinct axes with one size each, not {self.axes} and {self.sizes}."
+            )
         for axis, size in zip(self.axes, self.sizes, strict=True):
             if size < 1:
                 raise ConfigError(f"Mesh axis {axis!r} has size {size}; a size is at least 1.")
