@@ -16,7 +16,7 @@ from shardwise.comm import World
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError, StateError
 from shardwise.mesh import Mesh
-from shardwise.optim import AdoptedOptimizer
+from shardwise.optim import AdoptedOptimizer, vet
 from shardwise.placement import Table, mesh_for, table_for
 from shardwise.precision import Verdict, cast_floating, clip
 from shardwise.program import Footprint, UnitSpec, plan_step, render, straight_trace
@@ -113,6 +113,7 @@ class Engine:
         self._owns_world = owns_world
         self._is_open = True
         self._meter = ByteMeter()
+        self._states_per_param = vet(optimizer, model) if optimizer is not None else 0
         self._units = _build_units(model, plan, self.table, self.mesh, world, self._meter)
         self._flats = [flat for unit in self._units for flat in unit.flats]
         self._wire_up(model, optimizer)
@@ -240,7 +241,7 @@ class Engine:
 
     def memory(self) -> MemoryReport:
         """Promise and measurement for this rank; see `MemoryReport`."""
-        states = self._optimizer.states_per_param if self._optimizer is not None else 0
+        states = self._states_per_param
         specs = tuple(unit.spec for unit in self._units)
         promised = self._footprint(specs, states)
         ddp = table_for(Plan(preset="ddp", precision=self.plan.precision), self.mesh)

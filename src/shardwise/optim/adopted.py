@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ModelError, StateError
-from shardwise.optim.probe import require_elementwise
 from shardwise.placement import Span
 from shardwise.storage import Flat
 
@@ -34,7 +32,7 @@ class Piece:
 
 
 class AdoptedOptimizer:
-    """Ties an optimizer to the trainable flat buffers of one model.
+    """Ties an optimizer, vetted before, to the trainable flat buffers of one model.
 
     `before` and `after` are called around every step, whoever asks for it: `engine.step()` or
     `optimizer.step()`. `forget` is what `zero_grad` means.
@@ -49,7 +47,6 @@ class AdoptedOptimizer:
         after: Callable[[], None],
         forget: Callable[[], None],
     ) -> None:
-        self.states_per_param = require_elementwise(optimizer)
         self.optimizer = optimizer
         self.pieces = _pieces(optimizer, flats)
         by_param = {piece.flat.params[piece.index]: piece for piece in self.pieces}
@@ -97,13 +94,8 @@ def _pieces(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[Pie
     """A piece for each parameter of the optimizer, in the order of its groups."""
     homes = {param: (flat, index) for flat in flats for index, param in enumerate(flat.params)}
     pieces = []
-    for number, group in enumerate(optimizer.param_groups):
+    for group in optimizer.param_groups:
         for param in group["params"]:
-            if param not in homes:
-                raise ModelError(
-                    f"Group {number} of the optimizer has a parameter of shape {tuple(param.shape)} that is not one "
-                    f"of the model's. Make the optimizer from model.parameters(), of this same model."
-                )
             flat, index = homes[param]
             slot = flat.slots[index]
             if flat.spec.trainable:
@@ -124,8 +116,3 @@ def _sliced(entry: dict[str, Any], piece: Piece) -> dict[str, Any]:
 
     return {key: cut(value) for key, value in entry.items()}
 
-
-def require_usable(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    if optimizer is None:
-        raise StateError("This engine has no optimizer; give one to shard(model, plan, optimizer=...) to take steps.")
-    return optimizer

@@ -19,6 +19,22 @@ SHAPE = (4, 6)
 NUM_STEPS = 3
 
 
+def vet(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    """Raise `ModelError` unless `optimizer` is elementwise and over parameters of `model`.
+
+    Returns how many states of a parameter's size it keeps, such as 2 for Adam's moments. Changes nothing.
+    """
+    known = set(model.parameters())
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in known:
+                raise ModelError(
+                    f"Group {number} of the optimizer has a parameter of shape {tuple(param.shape)} that is not one "
+                    f"of the model's. Make the optimizer from model.parameters(), of this same model."
+                )
+    return require_elementwise(optimizer)
+
+
 def require_elementwise(optimizer: torch.optim.Optimizer) -> int:
     """Raise `ModelError` unless a whole matrix and its pieces are updated alike, with each group's settings.
 

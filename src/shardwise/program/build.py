@@ -36,7 +36,7 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
         if moment.edge == "before":
             due = () if unit.name in ready else gather_due(unit, moment, training=training)
             ready.add(unit.name)
-        elif moment.phase == "forward" and _next_use(trace, index) == unit.name:
+        elif moment.phase == "forward" and _next_use(trace, index, ready) == unit.name:
             due = ()
         else:
             due = drop_due(unit, moment, training=training)
@@ -111,9 +111,11 @@ def _free(unit: UnitSpec) -> Actions:
     return tuple(Action("free", flat.name, "full") for flat in unit.flats if not flat.resident)
 
 
-def _next_use(trace: Trace, index: int) -> str | None:
-    """The unit that is needed next after `trace[index]`."""
-    return next((moment.unit for moment in trace[index + 1 :] if moment.edge == "before"), None)
+def _next_use(trace: Trace, index: int, ready: set[str]) -> str | None:
+    """The unit that has to be whole next after `trace[index]`; others that are whole already do not count."""
+    here = trace[index].unit
+    later = (moment.unit for moment in trace[index + 1 :] if moment.edge == "before")
+    return next((unit for unit in later if unit == here or unit not in ready), None)
 
 
 def _acted(flat: FlatSpec, subject: Subject, source: Place, target: Place) -> Actions:

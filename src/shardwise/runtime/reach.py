@@ -8,6 +8,7 @@ the spot, and the module that is running becomes one of its sites.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,16 @@ class Reach(TorchDispatchMode):
         super().__init__()
         self._units = {flat.full.untyped_storage()._cdata: (unit, flat) for unit in units for flat in unit.flats}
         self._gather = gather
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While our own actions touch the buffers."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def __torch_dispatch__(
         self,
@@ -32,10 +43,11 @@ class Reach(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        for tensor in _tensors((args, kwargs)):
+        for tensor in () if self._is_paused else _tensors((args, kwargs)):
             found = self._units.get(tensor.untyped_storage()._cdata)
             if found is not None and found[1].state in (FullState.ABSENT, FullState.FLYING):
-                self._gather(found[0])
+                with self.paused():
+                    self._gather(found[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -68,6 +80,7 @@ class Callers:
         return self._running[-1] if self._running else None
 
     def remove(self) -> None:
+        """Not while one of the modules runs: PyTorch may be going through its hooks."""
         for handle in self._handles:
             handle.remove()
 

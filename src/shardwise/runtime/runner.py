@@ -10,6 +10,7 @@ on without look-ahead, still right, and is recorded anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from shardwise.program import (
     AFTER_STEP,
     BEFORE_STEP,
     END_OF_BACKWARD,
+    Action,
     Moment,
     StepProgram,
     Trace,
@@ -76,9 +78,11 @@ class Runner:
             self._evaluation.begin()
         if not self._watched[training]:
             self._watch()
+        elif self._watched[not training]:
+            self._stop_watching()
 
     def leave_root(self) -> None:
-        self._stop_watching()
+        self._look_away()
         if torch.is_grad_enabled() and not self._in_evaluation:
             return
         self._end_evaluation()
@@ -90,10 +94,7 @@ class Runner:
             self._training.begin()
         moment = Moment("before", "forward", unit.name)
         block = self._script().take(moment)
-        if block is not None:
-            block.run()
-        else:
-            self._executor.run(moment, serial(gather_due(unit.spec, moment, training=training)))
+        self._run(block, moment, gather_due(unit.spec, moment, training=training))
         self._make_sure(unit)
 
     def after_forward(self, unit: Unit, *, opaque: bool) -> None:
@@ -103,10 +104,7 @@ class Runner:
         block = self._script().take(moment)
         if unit.name in self._kept and not self._in_evaluation:
             return
-        if block is not None:
-            block.run()
-        elif self._in_evaluation or unit.name not in self._open_backwards:
-            self._executor.run(moment, serial(drop_due(unit.spec, moment, training=torch.is_grad_enabled())))
+        self._run(block, moment, drop_due(unit.spec, moment, training=not self._in_evaluation))
 
     # -- events: backward -------------------------------------------------------------------------------
 
@@ -118,11 +116,7 @@ class Runner:
         self._open_backwards.add(unit.name)
         moment = Moment("before", "backward", unit.name)
         self._close_overdue(moment)
-        block = self._training.take(moment)
-        if block is not None:
-            block.run()
-        else:
-            self._executor.run(moment, serial(gather_due(unit.spec, moment)))
+        self._run(self._training.take(moment), moment, gather_due(unit.spec, moment))
         self._make_sure(unit)
 
     def after_backward(self, unit: Unit) -> None:
@@ -131,11 +125,9 @@ class Runner:
         moment = Moment("after", "backward", unit.name)
         self._close_overdue(moment)
         block = self._training.take(moment)
-        if block is not None:
-            block.run()
-        else:
+        if block is None:
             self._settle_reductions()
-            self._executor.run(moment, serial(drop_due(unit.spec, moment)))
+        self._run(block, moment, drop_due(unit.spec, moment))
 
     def end_of_backward(self) -> None:
         """Everything back to rest: reductions done, gathered buffers freed; and learn from what was recorded."""
@@ -154,6 +146,14 @@ class Runner:
 
     # -- what events have in common ---------------------------------------------------------------------
 
+    def _run(self, block: BoundBlock | None, moment: Moment, due: tuple[Action, ...]) -> None:
+        """What the program has for `moment`; without a program what is `due` by the table, waited for at once."""
+        with self._reach.paused() if self._reach is not None else nullcontext():
+            if block is not None:
+                block.run()
+            else:
+                self._executor.run(moment, serial(due))
+
     def _script(self) -> Script:
         return self._evaluation if self._in_evaluation or not torch.is_grad_enabled() else self._training
 
@@ -165,7 +165,7 @@ class Runner:
                 mover.wait_full()
             if flat.state is FullState.ABSENT:
                 moment = Moment("before", "forward", unit.name)
-                self._executor.run(moment, serial(gather_due(unit.spec, moment)))
+                self._run(None, moment, gather_due(unit.spec, moment))
 
     def _close_overdue(self, moment: Moment) -> None:
         """Parameters that took no part in this backward have no gradient to wait for.
@@ -274,16 +274,24 @@ class Runner:
     # -- watching ---------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        if self._reach is None:
+        """Look at every operation until the root is left."""
+        if self._callers is None:
             self._callers = Callers(self._model)
+        if self._reach is None:
             self._reach = Reach(self.units, self._gather_reached)
             self._reach.__enter__()
 
-    def _stop_watching(self) -> None:
-        if self._reach is not None and self._callers is not None:
+    def _look_away(self) -> None:
+        if self._reach is not None:
             self._reach.__exit__(None, None, None)
+            self._reach = None
+
+    def _stop_watching(self) -> None:
+        """Nothing has to be found any more. Only while no module runs."""
+        self._look_away()
+        if self._callers is not None:
             self._callers.remove()
-            self._reach = self._callers = None
+            self._callers = None
 
     def _gather_reached(self, unit: Unit) -> None:
         """A module reads `unit` without calling it: gather it now, and from the next pass on before that module."""
@@ -291,8 +299,7 @@ class Runner:
         site = caller if caller is not None else self._model
         self._reached = True
         self._kept.add(unit.name)
-        if site not in unit.sites:
+        if all(site is not known for known in unit.sites):
             unit.sites.append(site)
             self.hooks.add_site(unit, site)
         self._make_sure(unit)
-
