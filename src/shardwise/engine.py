@@ -22,7 +22,6 @@ from shardwise.precision import Verdict, cast_floating, clip
 from shardwise.program import Footprint, UnitSpec, plan_step, render, straight_trace
 from shardwise.runtime import BufferSync, Executor, Runner
 from shardwise.storage import (
-    Flat,
     Unit,
     check_model,
     check_same_everywhere,
@@ -133,7 +132,11 @@ class Engine:
         self._optimizer: AdoptedOptimizer | None = None
         if optimizer is not None:
             self._optimizer = AdoptedOptimizer(
-                optimizer, self._flats, before=self._before_step, after=self._after_step, forget=self.zero_grad
+                optimizer,
+                self._flats,
+                before=self._before_step,
+                after=self._after_step,
+                forget=self.zero_grad,
             )
         self._runner = Runner(model, self._units, executor, prefetch_bytes=prefetch_bytes)
         self._ledger = collectives.ledger
@@ -169,7 +172,8 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale gradients to a global 2-norm of at most `max_norm`; returns the norm before. All ranks call.
 
-        For a plain loop, between `loss.backward()` and `optimizer.step()`. A plan with `clip_grad_norm` does it by itself.
+        For a plain loop, between `loss.backward()` and `optimizer.step()`. A plan with
+        `clip_grad_norm` does it by itself.
         """
         self._require_open()
         norm = self._prepare()
@@ -209,11 +213,22 @@ class Engine:
         try:
             json.dumps(kept)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"The state given to save() is not JSON: {error}. Keep numbers, text, lists and dicts in it.") from error
-        return save(Path(folder), number, self._content(), self.world, state=kept, layout=f"{self.table.optim} on {self.mesh}")
+            raise ConfigError(
+                f"The state given to save() is not JSON: {error}. Keep numbers, text, lists and dicts in it."
+            ) from error
+        return save(
+            Path(folder),
+            number,
+            self._content(),
+            self.world,
+            state=kept,
+            layout=f"{self.table.optim} on {self.mesh}",
+        )
 
     def resume(self, folder: str | Path) -> Loaded | None:
-        """Continue from the latest checkpoint in `folder`; `None`, and nothing changed, if there is none. All ranks call."""
+        """Continue from the latest checkpoint in `folder`; `None`, and nothing changed, if there is none.
+
+        All ranks call."""
         self._require_open()
         path = newest(Path(folder))
         if self.world.any_rank(path is None):
@@ -327,13 +342,13 @@ class Engine:
 
     def _require_optimizer(self) -> AdoptedOptimizer:
         if self._optimizer is None:
-            raise StateError("This engine has no optimizer; give one to shard(model, plan, optimizer=...) to take steps.")
+            raise StateError(
+                "This engine has no optimizer; give one to shard(model, plan, optimizer=...) to take steps."
+            )
         return self._optimizer
 
 
-def _build_units(
-    model: nn.Module, plan: Plan, table: Table, mesh: Mesh, world: World, meter: ByteMeter
-) -> list[Unit]:
+def _build_units(model: nn.Module, plan: Plan, table: Table, mesh: Mesh, world: World, meter: ByteMeter) -> list[Unit]:
     """Check, choose, and only then change anything."""
     check_model(model)
     check_same_everywhere(model, world)

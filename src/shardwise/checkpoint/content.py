@@ -45,7 +45,12 @@ class Content:
 
 
 def content_of(
-    model: nn.Module, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, *, is_first_copy: bool, is_rank_0: bool
+    model: nn.Module,
+    flats: Sequence[Flat],
+    optimizer: AdoptedOptimizer | None,
+    *,
+    is_first_copy: bool,
+    is_rank_0: bool,
 ) -> Content:
     """The content as it lies on this rank.
 

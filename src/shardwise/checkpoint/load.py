@@ -76,7 +76,9 @@ def _check(path: Path, index: Index, content: Content, world: World) -> None:
         if name not in index.shapes:
             raise CheckpointError(f"{path} has no tensor {name}; it is a checkpoint of another model.")
         if tuple(index.shapes[name]) != shape:
-            raise CheckpointError(f"{path} has {name} with shape {index.shapes[name]}, but the model has {list(shape)}.")
+            raise CheckpointError(
+                f"{path} has {name} with shape {index.shapes[name]}, but the model has {list(shape)}."
+            )
     for number, file in enumerate(index.files):
         if number % world.size == world.rank:
             _check_file(path / file.name, file)
@@ -86,7 +88,9 @@ def _check_file(path: Path, file: File) -> None:
     if not path.exists():
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.")
     if path.stat().st_size != file.num_bytes:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes instead of {file.num_bytes}; it was cut or changed.")
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size} bytes instead of {file.num_bytes}; it was cut or changed."
+        )
     if checksum(path) != file.crc32:
         raise CheckpointError(f"{path} is damaged: its checksum is not the one it was written with.")
 
@@ -161,4 +165,3 @@ def _restore_optimizer(optimizer: AdoptedOptimizer, reader: _Reader) -> None:
             if value is not None:
                 state[kind.removeprefix("state.")] = value
         optimizer.optimizer.state[piece.tensor] = state
-

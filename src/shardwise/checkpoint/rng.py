@@ -19,7 +19,7 @@ def capture() -> dict[str, Any]:
         "numpy": [name, [int(key) for key in keys], position, has_gauss, cached],
         "torch": _text(torch.get_rng_state()),
     }
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         state["cuda"] = _text(torch.cuda.get_rng_state())
     return state
 

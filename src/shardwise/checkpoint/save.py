@@ -50,9 +50,9 @@ def _attempt(world: World, work: Any, draft: Path) -> list[dict[str, Any]]:
     if failed:
         if world.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
-        rank, error = failed[0]
+        rank, what = failed[0]
         raise CheckpointError(
-            f"The checkpoint could not be written: rank {rank} met {error}. Earlier checkpoints in "
+            f"The checkpoint could not be written: rank {rank} met {what}. Earlier checkpoints in "
             f"{draft.parent} are untouched."
         )
     return [said["result"] for said in outcomes]
@@ -78,7 +78,12 @@ def _write_rank(draft: Path, content: Content, rank: int) -> dict[str, Any]:
 
 
 def _index(
-    reports: list[dict[str, Any]], step: int, content: Content, world: World, state: dict[str, Any], layout: str
+    reports: list[dict[str, Any]],
+    step: int,
+    content: Content,
+    world: World,
+    state: dict[str, Any],
+    layout: str,
 ) -> Index:
     return Index(
         step=step,

@@ -196,6 +196,4 @@ def _toml_statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
 def _mapping(values: object) -> dict[str, Any]:
     if isinstance(values, Mapping):
         return dict(values)
-    raise SourceError(
-        f"a plan is a mapping of keys to values, such as 'preset: zero3', not {values!r:.60}.", 1
-    )
+    raise SourceError(f"a plan is a mapping of keys to values, such as 'preset: zero3', not {values!r:.60}.", 1)

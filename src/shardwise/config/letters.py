@@ -14,9 +14,7 @@ from shardwise.config.schema import flatten
 from shardwise.errors import ConfigError, nearest
 
 
-def as_config_error(
-    error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]
-) -> ConfigError:
+def as_config_error(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> ConfigError:
     """One error for everything that is wrong with `values`, a line each, in the order of writing."""
     letters: dict[KeyPath, str] = {}
     for problem in error.errors():

@@ -52,9 +52,7 @@ class Strict(BaseModel):
 class PlaceEdit(Strict):
     """A change to one row of the preset's table. What is not given stays as the preset has it."""
 
-    shard: Names | None = Field(
-        default=None, description="mesh axes the row is split over; [] for a full copy"
-    )
+    shard: Names | None = Field(default=None, description="mesh axes the row is split over; [] for a full copy")
     partial: Names | None = Field(default=None, description="mesh axes it is a summand over; only for grad")
     tier: TierName | None = Field(default=None, description="where the bytes lie")
     dtype: DtypeName | None = Field(default=None, description="what the bytes are")
@@ -64,9 +62,7 @@ class Rows(Strict):
     """Changes to the preset's table, row by row."""
 
     param: PlaceEdit = Field(default=PlaceEdit(), description="parameters, between steps")
-    held: PlaceEdit = Field(
-        default=PlaceEdit(), description="parameters, between their forward and their backward"
-    )
+    held: PlaceEdit = Field(default=PlaceEdit(), description="parameters, between their forward and their backward")
     grad: PlaceEdit = Field(default=PlaceEdit(), description="gradients, while they wait for the step")
     optim: PlaceEdit = Field(default=PlaceEdit(), description="optimizer states and master weights")
 
@@ -74,17 +70,13 @@ class Rows(Strict):
 class Wire(Strict):
     """What travels. Sums are taken in the wider of the wire's and the row's dtype."""
 
-    grad: DtypeName | None = Field(
-        default=None, description="dtype of gradients on the wire; default: precision"
-    )
+    grad: DtypeName | None = Field(default=None, description="dtype of gradients on the wire; default: precision")
 
 
 class Plan(Strict):
     """How one model is trained: a table, a mesh, and how the table is turned into a list."""
 
-    preset: str = Field(
-        default="zero3", description="the table to start from; see `shardwise explain --list`"
-    )
+    preset: str = Field(default="zero3", description="the table to start from; see `shardwise explain --list`")
     mesh: dict[str, int] | None = Field(
         default=None,
         description="axis sizes, outermost first; one may be -1 (the rest); default: the preset's axes",
@@ -104,9 +96,7 @@ class Plan(Strict):
     clip_grad_norm: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="largest global 2-norm of the gradient"
     )
-    sync_buffers: bool = Field(
-        default=True, description="after each step all ranks take rank 0's changed buffers"
-    )
+    sync_buffers: bool = Field(default=True, description="after each step all ranks take rank 0's changed buffers")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -22,9 +22,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if not self.axes or len(self.axes) != len(self.sizes) or len(set(self.axes)) != len(self.axes):
-            raise ConfigError(
-                f"A mesh needs distinct axes with one size each, not {self.axes} and {self.sizes}."
-            )
+            raise ConfigError(f"A mesh needs distinct axes with one size each, not {self.axes} and {self.sizes}.")
         for axis, size in zip(self.axes, self.sizes, strict=True):
             if size < 1:
                 raise ConfigError(f"Mesh axis {axis!r} has size {size}; a size is at least 1.")
@@ -84,9 +82,7 @@ class Mesh:
 
     def _index(self, axis: str, what: str = "This") -> int:
         if axis not in self.axes:
-            raise ConfigError(
-                f"{what} names mesh axis {axis!r}, but the mesh is {self}. {nearest(axis, self.axes)}"
-            )
+            raise ConfigError(f"{what} names mesh axis {axis!r}, but the mesh is {self}. {nearest(axis, self.axes)}")
         return self.axes.index(axis)
 
     def __str__(self) -> str:

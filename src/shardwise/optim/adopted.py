@@ -49,7 +49,7 @@ class AdoptedOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.pieces = _pieces(optimizer, flats)
-        by_param = {piece.flat.params[piece.index]: piece for piece in self.pieces}
+        by_param: dict[Tensor, Piece] = {piece.flat.params[piece.index]: piece for piece in self.pieces}
         self._originals = [list(group["params"]) for group in optimizer.param_groups]
         state = dict(optimizer.state)
         optimizer.state.clear()
@@ -61,7 +61,7 @@ class AdoptedOptimizer:
             optimizer.register_step_pre_hook(lambda *_: before()),
             optimizer.register_step_post_hook(lambda *_: after()),
         ]
-        optimizer.zero_grad = lambda set_to_none=True: forget()  # type: ignore[method-assign, misc]  # undone in release  # noqa: ARG005
+        optimizer.zero_grad = lambda set_to_none=True: forget()  # type: ignore[method-assign]  # undone in release  # noqa: ARG005
 
     def offer_gradients(self) -> None:
         """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone."""
@@ -115,4 +115,3 @@ def _sliced(entry: dict[str, Any], piece: Piece) -> dict[str, Any]:
         return value
 
     return {key: cut(value) for key, value in entry.items()}
-

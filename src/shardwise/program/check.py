@@ -61,9 +61,9 @@ class _FlatState:
                 return "it rests whole and is never freed"
             case "free", "full":
                 self.full = "absent"
-            case ("reduce_scatter" | "all_reduce"), _ if self.is_reducing:
+            case (("reduce_scatter" | "all_reduce"), _) if self.is_reducing:
                 return "its last reduction is still on its way"
-            case ("reduce_scatter" | "all_reduce"), _:
+            case (("reduce_scatter" | "all_reduce"), _):
                 self.is_reducing = True
             case "wait", "grad":
                 self.is_reducing = False

@@ -41,6 +41,7 @@ class BufferSync:
             self._world.collectives(together.device).broadcast(together, 0, self._world.everybody).wait()
             if self._world.rank == 0:
                 continue
-            pieces = together.split([buffer.numel() for buffer in buffers])
-            for buffer, piece in zip(buffers, pieces, strict=True):
-                buffer.detach().copy_(piece.view(buffer.shape))
+            start = 0
+            for buffer in buffers:
+                buffer.detach().copy_(together[start : start + buffer.numel()].view(buffer.shape))
+                start += buffer.numel()

@@ -75,7 +75,11 @@ class Executor:
         mover = self.movers[action.flat]
         match action.verb, action.subject:
             case "gather", _:
-                return partial(mover.gather_param, action.over) if in_step else partial(mover.gather, action.over, action.subject)
+                return (
+                    partial(mover.gather_param, action.over)
+                    if in_step
+                    else partial(mover.gather, action.over, action.subject)
+                )
             case "wait", "full":
                 return mover.wait_full
             case "wait", "param":
@@ -88,6 +92,6 @@ class Executor:
                 return mover.flat.hold
             case "cast", "param":
                 return mover.flat.accept_master
-            case ("reduce_scatter" | "all_reduce" | "cast"), "grad":
+            case (("reduce_scatter" | "all_reduce" | "cast"), "grad"):
                 return partial(mover.reduce, action, in_step=in_step)
         raise ProgramError(f"'{action}' is not something a runtime can do.")

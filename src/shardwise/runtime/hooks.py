@@ -150,7 +150,8 @@ class Hooks:
                 param.grad = None
                 self._close_backward(unit)
 
-            self._handles.append(param.register_post_accumulate_grad_hook(arrived))
+            handle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
+            self._handles.append(handle)
 
     def _open_backward(self, unit: Unit) -> None:
         self._await_end()
@@ -166,7 +167,7 @@ class Hooks:
     def _await_end(self) -> None:
         if not self._awaits_end:
             self._awaits_end = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]  # torch has no public name
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # torch has no public name
 
     def _end(self) -> None:
         self._awaits_end = False

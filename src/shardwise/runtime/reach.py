@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.storage import FullState, Unit
 
 
-class Reach(TorchDispatchMode):
+class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Watches operations; calls `gather(unit)` before one reads a unit that is not there."""
 
     def __init__(self, units: Sequence[Unit], gather: Callable[[Unit], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._units = {flat.full.untyped_storage()._cdata: (unit, flat) for unit in units for flat in unit.flats}
         self._gather = gather
         self._is_paused = False
@@ -39,7 +39,7 @@ class Reach(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
-        types: Sequence[type],  # noqa: ARG002  # torch's signature
+        types: Sequence[type],  # torch's signature
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:

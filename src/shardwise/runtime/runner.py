@@ -233,9 +233,7 @@ class Runner:
         self.num_recordings += 1
 
     def _plan(self, trace: Trace) -> StepProgram:
-        return plan_step(
-            self.specs, trace, prefetch_bytes=self._prefetch_bytes, buffers_bytes=self._buffers_bytes
-        )
+        return plan_step(self.specs, trace, prefetch_bytes=self._prefetch_bytes, buffers_bytes=self._buffers_bytes)
 
     # -- the optimizer step -----------------------------------------------------------------------------
 
@@ -279,11 +277,11 @@ class Runner:
             self._callers = Callers(self._model)
         if self._reach is None:
             self._reach = Reach(self.units, self._gather_reached)
-            self._reach.__enter__()
+            self._reach.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
     def _look_away(self) -> None:
         if self._reach is not None:
-            self._reach.__exit__(None, None, None)
+            self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             self._reach = None
 
     def _stop_watching(self) -> None:
