@@ -326,9 +326,9 @@ class TestFailure:
         result = bench.run("--nproc", "2", "--max-restarts", "2", "train.py", group)
         assert result.returncode == 0, result.stderr
         assert sorted(result.stdout.splitlines()) == [f"{n} finished attempt 1 with 4.0" for n in (0, 1)]
-        assert result.stderr == (
-            "shardwise: rank 1 of 2 raised RuntimeError: not this time; restart 1 of 2 begins.\n"
-        )
+        # gloo's threads abort at times when a process ends without destroying its group
+        ours = [line for line in result.stderr.splitlines() if not line.startswith("terminate called")]
+        assert ours == ["shardwise: rank 1 of 2 raised RuntimeError: not this time; restart 1 of 2 begins."]
 
     def test_restarts_are_counted(self, bench: Bench) -> None:
         bench.write("train.py", "import sys; sys.exit(5)")

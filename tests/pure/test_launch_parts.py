@@ -69,6 +69,13 @@ class TestFirstFailure:
         assert first is culprit
         assert first.status == 1
 
+    def test_native_code_that_aborts_on_the_way_out_is_not_the_cause(self) -> None:
+        aborted = raised(0, 1.0, exit_code=-signal.SIGABRT)
+        assert aborted.status == 1
+        assert letter([aborted]).startswith(
+            "rank 0 of 1 failed first, with exit code 1: it raised ValueError"
+        )
+
     def test_a_killed_rank_goes_before_its_peers(self) -> None:
         killed = Outcome(2, -signal.SIGKILL, None, 9.99)
         assert first_failure([raised(0, 10.0), killed]) is killed

@@ -46,9 +46,13 @@ class Outcome:
 
     @property
     def status(self) -> int:
-        """The exit status a shell would show, had we not interfered with a rank that was failing."""
-        if self.failed and self.sent is not None:
-            return max(1, self.exit_code)
+        """The exit status a shell would show for the failure itself.
+
+        A rank that raised may have been ended by us on its way out, or by native code that was not
+        shut down in order (gloo's threads abort at times): Python's own 1 is what is meant.
+        """
+        if self.raised:
+            return 1
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
 
 

@@ -55,11 +55,11 @@ def stop_line(outcomes: list[Outcome], received: signal.Signals, num_killed: int
 
 def _manner(outcome: Outcome) -> str:
     """How a rank failed: 'raised ValueError: ... (exit code 1)', 'was killed by SIGKILL (...)'."""
-    if outcome.exit_code < 0 and outcome.sent is None:
-        number = -outcome.exit_code
-        return f"was killed by {_name(number)}{_HINTS.get(_name(number), '')}"
     if outcome.raised:
         return f"raised {_first_line(outcome.summary)}"
+    if outcome.exit_code < 0:
+        name = _name(-outcome.exit_code)
+        return f"was killed by {name}{_HINTS.get(name, '')}"
     return f"ended with exit code {outcome.exit_code}"
 
 

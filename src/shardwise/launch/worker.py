@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import runpy
@@ -25,6 +26,7 @@ def main() -> None:
     """Run the script named on the command line; does not return after a failure."""
     _end_with_the_launcher()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    _write_whole_lines()
     _record_faults(error_file)
     if error_file:
         sys.excepthook = _leave_it_to_the_launcher
@@ -40,8 +42,7 @@ def main() -> None:
         error.__traceback__ = _users_part(error.__traceback__)
         if not _record(error_file, error, "".join(traceback.format_exception(error))):
             sys.excepthook = sys.__excepthook__
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        raise
 
 
 def _run(arguments: list[str]) -> None:
@@ -76,6 +77,13 @@ def _end_with_the_launcher() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(launcher):
         os._exit(128 + signal.SIGKILL)  # it died before we could ask
+
+
+def _write_whole_lines() -> None:
+    """Show each line at once, and in one piece: unbuffered, `print` writes its newline separately."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _record_faults(error_file: str) -> None:
