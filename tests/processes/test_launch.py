@@ -270,6 +270,21 @@ class TestFailure:
         assert result.stderr.endswith(f"The output of each rank is in {place}.\n")
         assert "ValueError: no data" in (place / "rank-0" / "stderr.log").read_text()
 
+    def test_a_rank_that_failed_but_does_not_end(self, bench: Bench) -> None:
+        bench.write(
+            "train.py",
+            """
+            import os, threading, time
+            if os.environ["RANK"] == "1":
+                threading.Thread(target=time.sleep, args=(60,)).start()
+                raise ValueError("a thread goes on")
+            time.sleep(60)
+            """,
+        )
+        result = bench.run("--nproc", "2", "--timeout", "0.3", "train.py")
+        assert result.returncode == 1
+        assert "rank 1 of 2 failed first, with exit code 1: it raised ValueError" in result.stderr
+
     def test_a_hook_of_the_script_is_called(self, bench: Bench) -> None:
         bench.write("train.py", "import sys\nsys.excepthook = lambda *_: print('my hook')\n1 / 0\n")
         result = bench.run("train.py")

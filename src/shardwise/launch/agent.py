@@ -112,7 +112,7 @@ class Agent(SimpleElasticAgent):
         if self._signals.received:
             self._pass_on(self._signals.received[0])
             raise Stopped
-        if self._ranks.any_failed():
+        if self._ranks.any_failed(self._job.grace_seconds):
             self._end(signal.SIGTERM, hurry=lambda: bool(self._signals.received))
             return RunResult(state=WorkerState.FAILED)
         if any_alive:
@@ -126,8 +126,8 @@ class Agent(SimpleElasticAgent):
         # a closed terminal is a request to end; only SIGINT and SIGTERM mean that to a script
         number = signal.SIGTERM if received is signal.SIGHUP else received
         self._say(
-            f"{received.name}: passed on to {self._job.nproc} ranks, which have "
-            f"{self._job.grace_seconds:g} s to end; once more kills them."
+            f"{received.name}: passed on to the ranks, which have {self._job.grace_seconds:g} s to end; "
+            "once more kills them."
         )
         self._end(number, hurry=lambda: len(self._signals.received) > 1)
 

@@ -77,9 +77,16 @@ class Ranks:
             rank.last_alive = now
         return bool(living)
 
-    def any_failed(self) -> bool:
-        """Whether a rank has ended with anything but 0."""
-        return any(rank.process.returncode for rank in self._ranks)
+    def any_failed(self, patience_seconds: float) -> bool:
+        """Whether a rank ended with anything but 0, or recorded a failure and still has not ended.
+
+        The latter happens: an exception leaves the main thread while another one goes on, and a peer
+        would wait for both until its timeout.
+        """
+        if any(rank.process.returncode for rank in self._ranks):
+            return True
+        before = time.time() - patience_seconds
+        return any(rank.alive and _recorded_before(rank.error_file, before) for rank in self._ranks)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to each living rank; not to its children, which it may need in order to end well."""
@@ -119,6 +126,13 @@ class Ranks:
             read_outcome(number, rank.process.wait(), rank.sent, rank.last_alive, rank.error_file)
             for number, rank in enumerate(self._ranks)
         ]
+
+
+def _recorded_before(error_file: Path, moment: float) -> bool:
+    try:
+        return error_file.stat().st_mtime < moment
+    except FileNotFoundError:
+        return False
 
 
 def _open(path: Path | None) -> IO[bytes] | None:
