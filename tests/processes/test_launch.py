@@ -52,7 +52,7 @@ class Bench:
         process = subprocess.Popen(
             [*launch_command(), *arguments],
             cwd=self.path,
-            env=os.environ | variables,
+            env=os.environ | {"TMPDIR": str(self.path)} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
