@@ -20,7 +20,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """`"1.5 KiB"`, `"64M"` or `"4096"` in bytes; `ValueError` for anything else. All units are powers of 1024."""
+    """`"1.5 KiB"`, `"64M"` or `"4096"` in bytes; `ValueError` for anything else. Units are powers of 1024."""
     match = _BYTES_TEXT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a number of bytes; write 4096, 64M or 1.5GiB")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,7 +14,8 @@ from shardwise.telemetry import Ledger
 Tensor = torch.Tensor
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Group:
     """The ranks along one axis, in its order, and this rank's place among them."""
 
     axis: str

@@ -104,8 +104,7 @@ class Pairwise:
             return Done()
         sent = [chunk.to(wire) if place != group.index else chunk for place, chunk in enumerate(chunks)]
         arrived = [
-            torch.empty_like(chunk, dtype=wire) if place != group.index else chunk
-            for place, chunk in enumerate(chunks)
+            torch.empty_like(chunk, dtype=wire) if place != group.index else chunk for place, chunk in enumerate(chunks)
         ]
         messages = self._swap(verb, group, sent, arrived, self._next_tag())
 
@@ -122,7 +121,12 @@ class Pairwise:
         return Pending(messages, add_up)
 
     def _swap(
-        self, verb: str, group: Group, sent: list[Tensor], arrived: list[Tensor] | tuple[Tensor, ...], tag: int
+        self,
+        verb: str,
+        group: Group,
+        sent: list[Tensor],
+        arrived: list[Tensor] | tuple[Tensor, ...],
+        tag: int,
     ) -> list[Work]:
         """Send `sent[i]` to, and receive `arrived[i]` from, every other rank `i` of the group.
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardwise.comm.collectives import Collectives, Group
 from shardwise.comm.gloo import GlooTransport
@@ -147,12 +148,17 @@ def _open_process_group(rank: int, size: int, env: Mapping[str, str], timeout_se
     launcher_owns_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        store = dist.TCPStore(
-            host, port, size, is_master=rank == 0 and not launcher_owns_store, timeout=timeout, wait_for_workers=False
+        store = TCPStore(
+            host,
+            port,
+            size,
+            is_master=rank == 0 and not launcher_owns_store,
+            timeout=timeout,
+            wait_for_workers=False,
         )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if _has_gpu(env) else "gloo",
-            store=dist.PrefixStore(f"shardwise/attempt-{attempt}", store),
+            store=PrefixStore(f"shardwise/attempt-{attempt}", store),
             rank=rank,
             world_size=size,
             timeout=timeout,

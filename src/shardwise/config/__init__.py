@@ -1,5 +1,7 @@
 """The whole configuration: strict, and every value remembers where it came from."""
 
+from shardwise.config.describe import plan_table, schema_table
+from shardwise.config.load import PlanSource, load_plan
 from shardwise.config.schema import PlaceEdit, Plan, Rows, Wire
 
-__all__ = ["PlaceEdit", "Plan", "Rows", "Wire"]
+__all__ = ["PlaceEdit", "Plan", "PlanSource", "Rows", "Wire", "load_plan", "plan_table", "schema_table"]

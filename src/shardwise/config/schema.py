@@ -7,9 +7,10 @@ What a name means (is `zero4` a preset? is `dp` an axis of this mesh?) is asked 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from shardwise.units import parse_bytes
 
@@ -21,13 +22,27 @@ def _bytes(value: object) -> object:
     return parse_bytes(value) if isinstance(value, str) and value != "auto" else value
 
 
-def _axes(value: object) -> object:
+def _names(value: object) -> object:
     """YAML and JSON have lists; the table is frozen and keeps tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
-Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
-Axes = Annotated[tuple[str, ...], BeforeValidator(_axes)]
+def _one_rule(rule: dict[str, str | int]) -> dict[str, str | int]:
+    if len(rule) == 1 and isinstance(rule.get("class", ""), str):
+        num = rule.get("min_numel", 1)
+        if isinstance(num, int) and num >= 1:
+            return rule
+    raise ValueError("a rule is {class: name} or {min_numel: count}")
+
+
+# The inner descriptions are how an error and the schema's table say the type in words.
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0, description="bytes such as 64M or 4096")]
+Names = Annotated[tuple[str, ...], BeforeValidator(_names), Field(description="a list of names")]
+UnitRule = Annotated[
+    dict[Literal["class", "min_numel"], str | int],
+    AfterValidator(_one_rule),
+    Field(description="a rule such as {class: Block}"),
+]
 
 
 class Strict(BaseModel):
@@ -37,51 +52,76 @@ class Strict(BaseModel):
 class PlaceEdit(Strict):
     """A change to one row of the preset's table. What is not given stays as the preset has it."""
 
-    shard: Axes | None = Field(None, description="mesh axes the row is split over; [] for a full copy")
-    partial: Axes | None = Field(None, description="mesh axes it is a summand over; only for grad")
-    tier: TierName | None = Field(None, description="where the bytes lie")
-    dtype: DtypeName | None = Field(None, description="what the bytes are")
+    shard: Names | None = Field(default=None, description="mesh axes the row is split over; [] for a full copy")
+    partial: Names | None = Field(default=None, description="mesh axes it is a summand over; only for grad")
+    tier: TierName | None = Field(default=None, description="where the bytes lie")
+    dtype: DtypeName | None = Field(default=None, description="what the bytes are")
 
 
 class Rows(Strict):
     """Changes to the preset's table, row by row."""
 
-    param: PlaceEdit = Field(PlaceEdit(), description="parameters, between steps")
-    held: PlaceEdit = Field(PlaceEdit(), description="parameters, between their forward and their backward")
-    grad: PlaceEdit = Field(PlaceEdit(), description="gradients, while they wait for the step")
-    optim: PlaceEdit = Field(PlaceEdit(), description="optimizer states and master weights")
+    param: PlaceEdit = Field(default=PlaceEdit(), description="parameters, between steps")
+    held: PlaceEdit = Field(default=PlaceEdit(), description="parameters, between their forward and their backward")
+    grad: PlaceEdit = Field(default=PlaceEdit(), description="gradients, while they wait for the step")
+    optim: PlaceEdit = Field(default=PlaceEdit(), description="optimizer states and master weights")
 
 
 class Wire(Strict):
     """What travels. Sums are taken in the wider of the wire's and the row's dtype."""
 
-    grad: DtypeName | None = Field(None, description="dtype of gradients on the wire; default: precision")
+    grad: DtypeName | None = Field(default=None, description="dtype of gradients on the wire; default: precision")
 
 
 class Plan(Strict):
     """How one model is trained: a table, a mesh, and how the table is turned into a list."""
 
-    preset: str = Field("zero3", description="the table to start from; see `shardwise explain --list`")
+    preset: str = Field(default="zero3", description="the table to start from; see `shardwise explain --list`")
     mesh: dict[str, int] | None = Field(
-        None, description="axis sizes, outermost first; one may be -1 (the rest); default: the preset's axes"
+        default=None,
+        description="axis sizes, outermost first; one may be -1 (the rest); default: the preset's axes",
     )
-    precision: DtypeName = Field("fp32", description="dtype of parameters in forward and backward")
-    rows: Rows = Field(Rows(), description="changes to the preset's table")
-    wire: Wire = Field(Wire(), description="what travels")
-    units: Literal["auto"] | Axes | dict[Literal["class", "min_numel"], str | int] = Field(
-        "auto",
+    precision: DtypeName = Field(default="fp32", description="dtype of parameters in forward and backward")
+    rows: Rows = Field(default=Rows(), description="changes to the preset's table")
+    wire: Wire = Field(default=Wire(), description="what travels")
+    units: Literal["auto"] | Names | UnitRule = Field(
+        default="auto",
         description="what is gathered together: auto (the repeated block class), a list of module names "
         "(h.*), {class: Block}, or {min_numel: 1000000}",
     )
     prefetch_bytes: Literal["auto"] | Bytes = Field(
-        "auto", description="how far gathers may run ahead; auto: the largest unit; 0: not at all"
+        default="auto", description="how far gathers may run ahead; auto: the largest unit; 0: not at all"
     )
-    accumulate: int = Field(1, ge=1, description="micro-batches per optimizer step")
-    clip_grad_norm: float | None = Field(None, gt=0, description="largest global 2-norm of the gradient")
-    sync_buffers: bool = Field(True, description="after each step all ranks take rank 0's changed buffers")
+    accumulate: int = Field(default=1, ge=1, description="micro-batches per optimizer step")
+    clip_grad_norm: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="largest global 2-norm of the gradient"
+    )
+    sync_buffers: bool = Field(default=True, description="after each step all ranks take rank 0's changed buffers")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def origin(self, path: str) -> str:
-        """Where the value at `path` (`"wire.grad"`) came from: a file and line, an override, or the default."""
+        """Where the value at `path` (`"wire.grad"`) came from: file and line, override, argument, default."""
         return self._origins.get(path, "default")
+
+    def model_post_init(self, _context: object) -> None:
+        """What is passed in Python is an `argument`; `load_plan` knows better for files and overrides."""
+        given = flatten(self.model_dump(exclude_unset=True))
+        self._origins.update(dict.fromkeys(map(".".join, given), "argument"))
+
+    def __eq__(self, other: object) -> bool:
+        """Two plans are equal if they say the same, wherever it was written. The order of axes is meaning."""
+        return isinstance(other, Plan) and self.model_dump_json() == other.model_dump_json()
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+
+def flatten(values: Mapping[str, Any]) -> dict[tuple[str, ...], object]:
+    """Every key at every depth with its value, in the order of writing."""
+    flat: dict[tuple[str, ...], object] = {}
+    for key, value in values.items():
+        flat[(key,)] = value
+        if isinstance(value, Mapping):
+            flat.update({(key, *rest): below for rest, below in flatten(value).items()})
+    return flat

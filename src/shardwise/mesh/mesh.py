@@ -82,9 +82,7 @@ class Mesh:
 
     def _index(self, axis: str, what: str = "This") -> int:
         if axis not in self.axes:
-            raise ConfigError(
-                f"{what} names mesh axis {axis!r}, but the mesh is {self}. {nearest(axis, self.axes)}"
-            )
+            raise ConfigError(f"{what} names mesh axis {axis!r}, but the mesh is {self}. {nearest(axis, self.axes)}")
         return self.axes.index(axis)
 
     def __str__(self) -> str:

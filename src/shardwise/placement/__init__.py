@@ -1,7 +1,7 @@
 """Places, the table, the presets, and what turns one place into another. Pure."""
 
 from shardwise.placement.layout import Layout, Slot, Span, pack, padded_numel
-from shardwise.placement.moves import Move, moves
+from shardwise.placement.moves import Move, MoveVerb, moves
 from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
 from shardwise.placement.presets import PRESETS, Preset, mesh_for, preset, table_for
 from shardwise.placement.table import Table
@@ -15,6 +15,7 @@ __all__ = [
     "Kind",
     "Layout",
     "Move",
+    "MoveVerb",
     "Place",
     "Preset",
     "Slot",

@@ -46,13 +46,15 @@ def moves(source: Place, target: Place, order: Axes) -> list[Move]:
         path.append(Move("cast", target.dtype, target.dtype))
     if nearer:
         path.append(Move("fetch", source.tier, dtype))
-    for axis in order:
-        if axis in target.shard and axis not in source.shard:
-            path.append(Move("reduce_scatter" if axis in summed else "slice", axis, dtype))
+    path += [
+        Move("reduce_scatter" if axis in summed else "slice", axis, dtype)
+        for axis in order
+        if axis in target.shard and axis not in source.shard
+    ]
     path += [Move("all_reduce", axis, dtype) for axis in reversed(summed) if axis not in target.shard]
-    for axis in reversed(order):
-        if axis in source.shard and axis not in target.shard:
-            path.append(Move("gather", axis, dtype))
+    path += [
+        Move("gather", axis, dtype) for axis in reversed(order) if axis in source.shard and axis not in target.shard
+    ]
     if dtype != target.dtype:
         path.append(Move("cast", target.dtype, target.dtype))
     if away:

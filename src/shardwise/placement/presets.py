@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from shardwise.config import Plan
 from shardwise.errors import PlacementError, nearest
 from shardwise.mesh import Mesh
-from shardwise.placement.place import KINDS, Axes, Place
+from shardwise.placement.place import Axes, Dtype, Kind, Place
 from shardwise.placement.table import Table
 
 
@@ -31,8 +31,14 @@ class Preset:
         def spread(place: Place) -> Place:
             return Place(shard=mesh.axes if place.shard else (), partial=mesh.axes if place.partial else ())
 
-        places = {kind: spread(getattr(self, kind)) for kind in KINDS}
-        return replace(self, axes=mesh.axes, **places)
+        return Preset(
+            mesh.axes,
+            spread(self.param),
+            spread(self.held),
+            spread(self.grad),
+            spread(self.optim),
+            self.known_from,
+        )
 
 
 DP, TWO = ("dp",), ("node", "local")
@@ -65,7 +71,7 @@ def mesh_for(plan: Plan, world_size: int) -> Mesh:
     its inner axis (one node).
     """
     axes = preset(plan.preset).axes
-    sizes = plan.mesh or {axis: 1 for axis in axes[:-1]} | {axes[-1]: -1}
+    sizes = plan.mesh or dict.fromkeys(axes[:-1], 1) | {axes[-1]: -1}
     return Mesh.of(sizes, world_size)
 
 
@@ -77,21 +83,25 @@ def table_for(plan: Plan, mesh: Mesh) -> Table:
     """
     base = preset(plan.preset).over(mesh)
     compute = plan.precision
-    states = compute if compute != "bf16" else "fp32"
-    table = {
-        "param": replace(base.param, dtype=compute),
-        "held": replace(base.held, dtype=compute),
-        "grad": replace(base.grad, dtype=states),
-        "optim": replace(base.optim, dtype=states),
-    }
-    for kind in KINDS:
+    states: Dtype = compute if compute != "bf16" else "fp32"
+
+    def row(kind: Kind, place: Place, dtype: Dtype) -> Place:
         edit = getattr(plan.rows, kind)
-        table[kind] = replace(table[kind], **{k: v for k, v in edit if v is not None})
-        mesh.require(table[kind].shard + table[kind].partial, f"Row {kind!r}")
-    for kind in ("param", "held"):
-        if table[kind].dtype != compute:
+        edited = replace(place, **{"dtype": dtype, **{key: value for key, value in edit if value is not None}})
+        mesh.require(edited.shard + edited.partial, f"Row {kind!r}")
+        if kind in ("param", "held") and edited.dtype != compute:
             raise PlacementError(
-                f"Row {kind!r} is {table[kind].dtype}, but forward and backward run in {compute}. "
-                f"Set precision={table[kind].dtype}, or leave out rows.{kind}.dtype."
+                f"Row {kind!r} is {edited.dtype}, but forward and backward run in {compute}. "
+                f"Set precision={edited.dtype}, or leave out rows.{kind}.dtype."
             )
-    return Table(axes=mesh.axes, **table, compute=compute, wire=plan.wire.grad or compute)
+        return edited
+
+    return Table(
+        axes=mesh.axes,
+        param=row("param", base.param, compute),
+        held=row("held", base.held, compute),
+        grad=row("grad", base.grad, states),
+        optim=row("optim", base.optim, states),
+        compute=compute,
+        wire=plan.wire.grad or compute,
+    )

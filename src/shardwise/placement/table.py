@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from shardwise.errors import PlacementError, nearest
@@ -78,8 +79,14 @@ class Table:
         def kept(place: Place) -> Place:
             return replace(place, shard=keep(place.shard), partial=keep(place.partial))
 
-        places = {kind: kept(self.place(kind)) for kind in KINDS}
-        return replace(self, axes=keep(self.axes), **places)
+        return replace(
+            self,
+            axes=keep(self.axes),
+            param=kept(self.param),
+            held=kept(self.held),
+            grad=kept(self.grad),
+            optim=kept(self.optim),
+        )
 
     def _check_axes(self, kind: Kind) -> None:
         place = self.place(kind)
@@ -108,7 +115,7 @@ class Table:
 
     def _check_nesting(self) -> None:
         by_size = sorted(KINDS, key=lambda kind: len(self.place(kind).shard))
-        for small, large in zip(by_size, by_size[1:], strict=False):
+        for small, large in itertools.pairwise(by_size):
             odd = set(self.place(small).shard) - set(self.place(large).shard)
             if odd:
                 raise PlacementError(

@@ -10,7 +10,15 @@ from shardwise.program.action import (
     Moment,
     Program,
 )
-from shardwise.program.build import build_pass, build_step, drop_due, gather_due, reduce_due, verdict_numel
+from shardwise.program.build import (
+    build_pass,
+    build_step,
+    drop_due,
+    gather_due,
+    reduce_due,
+    step_gradients,
+    verdict_numel,
+)
 from shardwise.program.check import check
 from shardwise.program.footprint import Footprint, footprint
 from shardwise.program.plan import StepProgram, plan_step
@@ -46,6 +54,7 @@ __all__ = [
     "reduce_due",
     "render",
     "serial",
+    "step_gradients",
     "straight_trace",
     "verdict_numel",
 ]

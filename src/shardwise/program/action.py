@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from shardwise.errors import ProgramError
-from shardwise.placement import Dtype
+from shardwise.placement import Dtype, MoveVerb
 
-Verb = Literal["gather", "slice", "reduce_scatter", "all_reduce", "cast", "free", "wait", "agree", "broadcast"]
+Verb = MoveVerb | Literal["free", "wait", "agree", "broadcast"]
 Stream = Literal["compute", "gather", "reduce"]
 Edge = Literal["before", "after"]
 Phase = Literal["forward", "backward", "step"]
 Subject = Literal["full", "param", "held", "grad", "optim", "verdict", "buffers"]
 
-VERBS: frozenset[str] = frozenset(get_args(Verb))
+VERBS: frozenset[str] = frozenset((*get_args(MoveVerb), "free", "wait", "agree", "broadcast"))
 SUBJECTS: frozenset[str] = frozenset(get_args(Subject))
 ALL_FLATS = "*"
 
@@ -85,7 +85,9 @@ class Action:
             sent = int(words[-2])
             words = words[:-2]
         if len(words) not in (3, 5) or words[0] not in VERBS or words[2] not in SUBJECTS:
-            raise ProgramError(f"{text.strip()!r} is not an action; one reads like 'gather h.0 full dp bf16 512 B @gather'.")
+            raise ProgramError(
+                f"{text.strip()!r} is not an action; one reads like 'gather h.0 full dp bf16 512 B @gather'."
+            )
         over, dtype = words[3:] or ("-", "-")
         return cls(words[0], words[1], words[2], over, dtype, sent, stream)  # type: ignore[arg-type]  # checked above
 

@@ -6,69 +6,85 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from shardwise.errors import ProgramError
-from shardwise.program.action import END_OF_BACKWARD, Action, Block, Program
+from shardwise.program.action import ALL_FLATS, END_OF_BACKWARD, Action, Program
 from shardwise.program.spec import FlatSpec, UnitSpec
 
-FullState = Literal["absent", "flying", "ready"]
+State = Literal["absent", "flying", "partly whole", "whole"]
 
 
 def check(program: Program, units: Sequence[UnitSpec]) -> None:
     """Raise `ProgramError`, naming block and action, if `program` could not run on `units`."""
-    flats = {flat.name: flat for unit in units for flat in unit.flats}
+    states = {flat.name: _FlatState(flat) for unit in units for flat in unit.flats}
     by_name = {unit.name: unit for unit in units}
-    full: dict[str, FullState] = {name: "ready" if flat.resident else "absent" for name, flat in flats.items()}
-    reducing: set[str] = set()
     for block in program:
         for action in block.actions:
-            _step(block, action, full, reducing, flats)
+            if action.flat == ALL_FLATS:
+                continue
+            if action.flat not in states:
+                raise ProgramError(f"{block.moment}: '{action}', but there is no flat buffer {action.flat!r}.")
+            why = states[action.flat].act(action)
+            if why:
+                raise ProgramError(f"{block.moment}: '{action}', but {why}.")
         if block.moment.edge == "before" and block.moment.unit:
             for flat in by_name[block.moment.unit].flats:
-                if full[flat.name] != "ready":
-                    raise ProgramError(f"{block.moment}: {flat.name} computes, but its parameters are {full[flat.name]}.")
+                if states[flat.name].full != "whole":
+                    raise ProgramError(f"{block.moment}: {flat.name} computes, but is {states[flat.name].full}.")
         if block.moment == END_OF_BACKWARD:
-            _at_rest(full, reducing, flats)
+            _check_rest(states)
 
 
-def _step(
-    block: Block, action: Action, full: dict[str, FullState], reducing: set[str], flats: Mapping[str, FlatSpec]
-) -> None:
-    name = action.flat
+class _FlatState:
+    """What one flat buffer is, as far as the program has run."""
 
-    def refuse(why: str) -> ProgramError:
-        return ProgramError(f"{block.moment}: '{action}', but {why}.")
+    def __init__(self, flat: FlatSpec) -> None:
+        self.flat = flat
+        self.full: State = "whole" if flat.resident else "absent"
+        self.is_reducing = False
+        self._spread: set[str] = set()
 
-    if name not in flats:
-        if action.verb in ("agree", "broadcast"):
-            return
-        raise refuse(f"there is no flat buffer {name!r}")
-    match action.verb, action.subject:
-        case "gather", _ if block.moment.phase != "step":
-            if full[name] == "ready":
-                raise refuse(f"{name} is whole already")
-            full[name] = "flying"
-        case "wait", "full":
-            if full[name] != "flying":
-                raise refuse(f"{name} is {full[name]}, not on its way")
-            full[name] = "ready"
-        case "free", "full":
-            if full[name] != "ready":
-                raise refuse(f"{name} is {full[name]}")
-            if flats[name].resident:
-                raise refuse(f"the parameters of {name} rest whole and are never freed")
-            full[name] = "absent"
-        case "slice", "held" if full[name] != "ready":
-            raise refuse(f"{name} is {full[name]}")
-        case ("reduce_scatter" | "all_reduce"), "grad" if block.moment.phase != "step":
-            if name in reducing:
-                raise refuse(f"a reduction of {name} is still on its way")
-            reducing.add(name)
-        case "wait", "grad":
-            reducing.discard(name)
+    @property
+    def is_at_rest(self) -> bool:
+        return self.full == ("whole" if self.flat.resident else "absent")
+
+    def act(self, action: Action) -> str:
+        """Do `action`; why it cannot be done, or nothing."""
+        match action.verb, action.subject:
+            case "gather", _:
+                return self._gather(action)
+            case "wait", "full" if self.full != "flying":
+                return f"it is {self.full}, not on its way"
+            case "wait", "full":
+                self.full = "partly whole" if self._spread else "whole"
+            case ("free", "full") | ("slice", "held") if self.full != "whole":
+                return f"it is {self.full}"
+            case "free", "full" if self.flat.resident:
+                return "it rests whole and is never freed"
+            case "free", "full":
+                self.full = "absent"
+            case (("reduce_scatter" | "all_reduce"), _) if self.is_reducing:
+                return "its last reduction is still on its way"
+            case (("reduce_scatter" | "all_reduce"), _):
+                self.is_reducing = True
+            case "wait", "grad":
+                self.is_reducing = False
+        return ""
+
+    def _gather(self, action: Action) -> str:
+        if self.full == "absent":
+            self._spread = set(self.flat.table.place("held" if action.subject == "held" else "param").shard)
+        elif self.full != "partly whole":
+            return f"it is {self.full} already"
+        if action.over not in self._spread:
+            return f"it is not sharded over {action.over}"
+        self._spread.remove(action.over)
+        self.full = "flying"
+        return ""
 
 
-def _at_rest(full: Mapping[str, FullState], reducing: set[str], flats: Mapping[str, FlatSpec]) -> None:
-    left = [name for name, flat in flats.items() if full[name] != ("ready" if flat.resident else "absent")]
+def _check_rest(states: Mapping[str, _FlatState]) -> None:
+    left = [name for name, state in states.items() if not state.is_at_rest]
     if left:
-        raise ProgramError(f"after the backward {', '.join(left)} are not back at rest.")
+        raise ProgramError(f"After the backward {', '.join(left)} are not back at rest.")
+    reducing = [name for name, state in states.items() if state.is_reducing]
     if reducing:
-        raise ProgramError(f"after the backward the gradients of {', '.join(sorted(reducing))} are still on their way.")
+        raise ProgramError(f"After the backward the gradients of {', '.join(reducing)} are still on their way.")

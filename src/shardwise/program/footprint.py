@@ -61,7 +61,6 @@ class _Walk:
     def __init__(self, flats: dict[str, FlatSpec]) -> None:
         self.flats = flats
         self.live: dict[tuple[str, str], int] = {}
-        self.chains: dict[str, list[Action]] = {}
         self.peak = 0
 
     def walk(self, block: Block, units: Sequence[UnitSpec]) -> None:
@@ -93,7 +92,7 @@ class _Walk:
                 self._drop(flat, "held")
             case "slice", "held":
                 self._hold(flat, "held", flat.num_bytes(flat.table.held.shard, flat.table.held.dtype))
-            case ("reduce_scatter" | "all_reduce"), "grad":
+            case (("reduce_scatter" | "all_reduce"), "grad"):
                 self._reduce(flat, action, in_step=in_step)
             case "wait", "grad":
                 self._reduced(flat, in_step=in_step)
@@ -101,14 +100,17 @@ class _Walk:
     def _reduce(self, flat: FlatSpec, action: Action, *, in_step: bool) -> None:
         ranks = flat.mesh.size(action.over)
         source = "reduced" if (flat.name, "reduced") in self.live else "grad" if in_step else "inbox"
-        source_dtype = action.dtype if source == "reduced" else flat.table.grad.dtype if in_step else flat.table.wire
+        source_dtype = flat.table.grad.dtype if in_step else flat.table.wire
+        summed_dtype = source_dtype if action.dtype == "-" else action.dtype
+        if source == "reduced":
+            source_dtype = summed_dtype
         numel = self.live.get((flat.name, source), 0) // WIDTH[source_dtype]
-        self._hold(flat, "staging", (ranks - 1) * (numel // ranks) * WIDTH[flat.table.wire])
+        copies = 1 if source_dtype == flat.table.wire else 2  # what arrives, and what is cast to be sent
+        self._hold(flat, "staging", copies * (ranks - 1) * (numel // ranks) * WIDTH[flat.table.wire])
         if action.verb == "reduce_scatter":
-            self._hold(flat, "next", numel // ranks * WIDTH[action.dtype])  # type: ignore[index]  # a sum has a dtype
-        elif source_dtype != action.dtype:
-            self._hold(flat, "next", numel * WIDTH[action.dtype])  # type: ignore[index]  # likewise
-        self.chains.setdefault(flat.name, []).append(action)
+            self._hold(flat, "next", numel // ranks * WIDTH[summed_dtype])
+        elif source_dtype != summed_dtype:
+            self._hold(flat, "next", numel * WIDTH[summed_dtype])
 
     def _reduced(self, flat: FlatSpec, *, in_step: bool) -> None:
         """A step of a reduction is done: what it read goes, what it made is the next step's source."""

@@ -51,4 +51,3 @@ def plan_step(
         Block(block.moment, pipelined(block.actions)) for block in build_step(units, buffers_bytes=buffers_bytes)
     )
     return StepProgram(micro_batch, step, footprint(units, micro_batch, step, states_per_param=states_per_param))
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from shardwise.program.action import ALL_FLATS, END_OF_BACKWARD, Action, Block, Program
+from shardwise.program.action import ALL_FLATS, END_OF_BACKWARD, Action, Block, Program, Stream, Subject
 
 
 def overlap(program: Program) -> Program:
@@ -19,7 +19,7 @@ def overlap(program: Program) -> Program:
 
 def serial(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     """Every communication waited for at once: how a step runs that has no program yet."""
-    return tuple(step for action in actions for step in _with_wait(action))
+    return tuple(step for action in actions for step in _with_wait(action, gathered="full"))
 
 
 def pipelined(actions: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -27,7 +27,7 @@ def pipelined(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     due: list[Action] = []
     waiting: Action | None = None
     for action in actions:
-        started, *wait = _with_wait(action)
+        started, *wait = _with_wait(action, gathered="param")
         if waiting and (waiting.flat == action.flat or action.flat == ALL_FLATS):
             due.append(waiting)
             waiting = None
@@ -38,11 +38,13 @@ def pipelined(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     return (*due, *([waiting] if waiting else []))
 
 
-def _with_wait(action: Action) -> tuple[Action, ...]:
+def _with_wait(action: Action, gathered: Subject) -> tuple[Action, ...]:
+    """`gathered` is what a gather makes: the whole buffer before a unit computes, the resting one after a step."""
     if action.verb == "gather":
-        return (action.on("gather"), Action("wait", action.flat, "full"))
-    if action.verb in ("reduce_scatter", "all_reduce"):
-        return (action.on("reduce"), Action("wait", action.flat, "grad"))
+        return (action.on("gather"), Action("wait", action.flat, gathered))
+    if action.subject == "grad" and action.verb != "wait":
+        stream: Stream = "reduce" if action.communicates else "compute"
+        return (action.on(stream), Action("wait", action.flat, "grad"))
     return (action,)
 
 

@@ -20,12 +20,16 @@ def check_model(model: nn.Module) -> torch.device:
     for name, param in model.named_parameters():
         by_device.setdefault(param.device, name)
         if param.is_sparse or param.is_complex():
-            raise ModelError(f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded.")
+            raise ModelError(
+                f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded."
+            )
     if not by_device:
         raise ModelError("The model has no parameters, so there is nothing to shard.")
     if len(by_device) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in by_device.items())
-        raise ModelError(f"The model's parameters are on different devices: {where}. Move the model to one with .to(device).")
+        raise ModelError(
+            f"The model's parameters are on different devices: {where}. Move the model to one with .to(device)."
+        )
     device = next(iter(by_device))
     if device.type == "meta":
         raise ModelError(

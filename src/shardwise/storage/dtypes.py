@@ -6,7 +6,11 @@ import torch
 
 from shardwise.placement import Dtype
 
-TORCH_DTYPES: dict[Dtype, torch.dtype] = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+}
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:

@@ -71,7 +71,9 @@ class Flat:
         self.grad: Tensor | None = None
         self.due: Tensor | None = None
         self._in_inbox = [False] * len(self.slots)
+        self._gaps = _gaps(self.slots, spec.numel)
         self.touched = [False] * len(self.slots)
+        self._arrived: set[int] = set()
 
     @property
     def name(self) -> str:
@@ -146,6 +148,8 @@ class Flat:
         """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
         if self.inbox is None:
             self.inbox = torch.empty(self.spec.numel, dtype=self._inbox_dtype, device=self.device)
+            for gap in self._gaps:
+                _part(self.inbox, gap).zero_()
             self.meter.hold("grad" if self._waits_in_inbox else "working", self.inbox.nbytes)
         slot = self.slots[index]
         view = self.inbox[slot.start : slot.span.stop].view(slot.shape)
@@ -155,13 +159,27 @@ class Flat:
             torch.mul(grad, self._scale, out=view)
         self._in_inbox[index] = True
         self.touched[index] = True
+        self._arrived.add(index)
 
     def complete(self) -> bool:
-        """Whether every parameter's gradient lies in the inbox."""
-        return all(self._in_inbox)
+        """Whether every parameter's gradient of this backward has come."""
+        return len(self._arrived) == len(self.slots)
+
+    def expect_all(self) -> None:
+        """The next backward's gradients are still to come, all of them."""
+        self._arrived.clear()
+
+    def has_partial_inbox(self) -> bool:
+        """Whether gradients lie in an inbox that should have been reduced by now."""
+        return self.inbox is not None and not self._waits_in_inbox
+
+    def open_inbox(self) -> Tensor:
+        """What the backward left, ready to be reduced; zeros if it left nothing here."""
+        inbox = self.close_inbox()
+        return torch.zeros(self.spec.numel, dtype=self._inbox_dtype, device=self.device) if inbox is None else inbox
 
     def close_inbox(self) -> Tensor | None:
-        """What the backward left, zero for parameters that it did not reach, ready to be reduced."""
+        """What the backward left, zero for parameters that it did not reach."""
         inbox, self.inbox = self.inbox, None
         if inbox is None:
             return None
@@ -225,3 +243,10 @@ class Flat:
 
 def _part(tensor: Tensor, span: Span) -> Tensor:
     return tensor[span.start : span.stop]
+
+
+def _gaps(slots: Sequence[Slot], numel: int) -> list[Span]:
+    """The elements between parameters, and behind the last: they travel and are summed, so they must be zero."""
+    starts = [slot.start for slot in slots[1:]] + [numel]
+    gaps = [Span(slot.span.stop, start) for slot, start in zip(slots, starts, strict=True)]
+    return [gap for gap in gaps if gap.numel]

@@ -45,7 +45,7 @@ def choose_units(model: nn.Module, plan: Plan) -> list[UnitChoice]:
     for home, params in groups.items():
         numel = sum(param.numel() for param in params.values())
         if len(home) == 1 and home[0] not in blocks and numel < SMALL_NUMEL:
-            small.update({name: home[0] for name in params})
+            small.update(dict.fromkeys(params, home[0]))
             continue
         name = home[0] or type(model).__name__
         sites = tuple(modules[path] for path in home)

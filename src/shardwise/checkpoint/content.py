@@ -1,0 +1,110 @@
+"""What a checkpoint holds, as pieces: for every tensor which of its elements lie on this rank, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.optim import AdoptedOptimizer
+from shardwise.placement import Span
+from shardwise.storage import Flat
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Elements `span` of the tensor `name` (flattened), in live memory.
+
+    `kind` is `param`, `buffer` or `state.KEY`. `is_owner` says that this rank writes it; copies on other
+    ranks are not written twice.
+    """
+
+    kind: str
+    name: str
+    span: Span
+    tensor: Tensor
+    is_owner: bool
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+@dataclass
+class Content:
+    """Everything of one model and optimizer that a resume needs, as it lies on one rank."""
+
+    entries: list[Entry] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+def content_of(
+    model: nn.Module,
+    flats: Sequence[Flat],
+    optimizer: AdoptedOptimizer | None,
+    *,
+    is_first_copy: bool,
+    is_rank_0: bool,
+) -> Content:
+    """The content as it lies on this rank.
+
+    `is_first_copy`: this rank is the first of those that hold the same optimizer states.
+    """
+    content = Content()
+    for flat in flats:
+        for index, slot in enumerate(flat.slots):
+            content.shapes[slot.name] = slot.shape
+            content.entries.append(_parameter(flat, index, is_first_copy=is_first_copy))
+    known = {param for flat in flats for param in flat.params}
+    loose = [(name, param.detach()) for name, param in model.named_parameters() if param not in known]
+    for name, tensor in (*loose, *_persistent_buffers(model)):
+        content.shapes[name] = tuple(tensor.shape)
+        content.entries.append(Entry("buffer", name, Span(0, tensor.numel()), tensor, is_rank_0))
+    if optimizer is not None:
+        content.entries += _states(optimizer, is_first_copy=is_first_copy)
+        content.groups = [
+            {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+            for group in optimizer.optimizer.param_groups
+        ]
+    return content
+
+
+def _parameter(flat: Flat, index: int, *, is_first_copy: bool) -> Entry:
+    """Master weights where there are some; the resting bytes of a frozen parameter."""
+    slot = flat.slots[index]
+    if flat.spec.trainable:
+        piece, span = flat.master_piece(index)
+    else:
+        mine = slot.span.overlap(flat.param_span)
+        inside, span = mine.within(flat.param_span), mine.within(slot.span)
+        piece = flat.param[inside.start : inside.stop]
+    return Entry("param", slot.name, span, piece, is_first_copy)
+
+
+def _states(optimizer: AdoptedOptimizer, *, is_first_copy: bool) -> Iterator[Entry]:
+    """The optimizer's states of this rank's pieces. A state that is not of the piece's size is kept whole."""
+    for piece in optimizer.pieces:
+        for key, value in optimizer.optimizer.state.get(piece.tensor, {}).items():
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+            span = piece.span if tensor.shape == piece.tensor.shape else Span(0, 0)
+            yield Entry(f"state.{key}", piece.name, span, tensor, is_first_copy)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    saved = model.state_dict(keep_vars=True).keys()
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            yield name, buffer
+
+
+def _is_plain(value: object) -> bool:
+    """Whether JSON can hold it: hyper-parameters are numbers, flags, and tuples of numbers."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,57 @@
+"""What pydantic found, as short letters: where it stands, what stands there, what was expected."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardwise.config.describe import known_keys, words_at
+from shardwise.config.formats import KeyPath
+from shardwise.config.schema import flatten
+from shardwise.errors import ConfigError, nearest
+
+
+def as_config_error(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> ConfigError:
+    """One error for everything that is wrong with `values`, a line each, in the order of writing."""
+    letters: dict[KeyPath, str] = {}
+    for problem in error.errors():
+        path = _path(problem["loc"], values)
+        if problem["type"] == "extra_forbidden":
+            letters[path] = _unknown_key(path)
+        else:
+            letters[path] = _wrong_value(path, _at(values, path), problem["msg"])
+    written = list(flatten(values))
+    in_order = sorted(letters, key=lambda path: written.index(path) if path in written else -1)
+    return ConfigError("\n".join(f"{origins.get(path, 'argument')}: {letters[path]}" for path in in_order))
+
+
+def _path(location: tuple[int | str, ...], values: Mapping[str, Any]) -> KeyPath:
+    """The part of pydantic's location that the user wrote: it adds the branch of a union, and indices."""
+    path: KeyPath = ()
+    here: object = values
+    for step in location:
+        if not (isinstance(here, Mapping) and isinstance(step, str) and step in here):
+            break
+        path, here = (*path, step), here[step]
+    return path
+
+
+def _at(values: Mapping[str, Any], path: KeyPath) -> object:
+    here: Any = values
+    for key in path:
+        here = here[key]
+    return here
+
+
+def _unknown_key(path: KeyPath) -> str:
+    section = ".".join(path[:-1]) or "the plan"
+    return f"unknown key {path[-1]!r} in {section}. {nearest(path[-1], known_keys(path[:-1]))}"
+
+
+def _wrong_value(path: KeyPath, value: object, said: str) -> str:
+    expected = words_at(path)
+    hint = f"expected {expected}" if expected else said
+    return f"{'.'.join(path) or 'the plan'} is {reprlib.repr(value)}; {hint}."

@@ -1,0 +1,106 @@
+"""A plan from wherever it is written, with every value remembering where that was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from shardwise.config.formats import KeyPath, SourceError, parse_yaml
+from shardwise.config.letters import as_config_error
+from shardwise.config.schema import Plan, flatten
+from shardwise.config.sources import read_source
+from shardwise.errors import ConfigError
+
+PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def load_plan(source: PlanSource, overrides: Sequence[str] = ()) -> Plan:
+    """The plan that `source` says, changed by `overrides`.
+
+    `source` is a `Plan`, a mapping, a `.yaml`, `.yml`, `.toml` or `.json` file, or the bare name of a
+    preset (whether there is such a preset is asked where presets live). `overrides` are texts such as
+    `wire.grad=bf16`, with a value as YAML writes it, applied last. `ConfigError` names every wrong
+    value with its file and line.
+    """
+    values, origins = _read(source)
+    for override in overrides:
+        _apply(override, values, origins)
+    try:
+        plan = Plan.model_validate(values)
+    except ValidationError as error:
+        raise as_config_error(error, values, origins) from None
+    plan._origins.update({".".join(path): origin for path, origin in origins.items()})
+    return plan
+
+
+def _read(source: PlanSource) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """What `source` says as a fresh tree of values, and where each of them stands."""
+    if isinstance(source, Plan):
+        values = source.model_dump(exclude_unset=True)
+        return values, {path: source.origin(".".join(path)) for path in flatten(values)}
+    if isinstance(source, Mapping):
+        values = _copied(source, "the plan")
+        return values, dict.fromkeys(flatten(values), "argument")
+    if isinstance(source, str) and _is_name(source):
+        return {"preset": source}, {("preset",): "argument"}
+    if isinstance(source, str | os.PathLike) and os.fspath(source):
+        path = Path(source)
+        read = read_source(path)
+        return _copied(read.values, "the plan"), {key: f"{path}:{line}" for key, line in read.lines.items()}
+    raise ConfigError(f"A plan is a preset's name, a file, a mapping or a Plan, not {source!r:.60}.")
+
+
+def _is_name(source: str) -> bool:
+    """`zero3` is a preset; `zero3.yaml` and `plans/zero3` are files."""
+    return bool(source) and not Path(source).suffix and not any(mark in source for mark in "/\\")
+
+
+def _copied(values: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """A tree that overrides may be written into: the caller's mapping is theirs, YAML's aliases share one."""
+    copy: dict[str, Any] = {}
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"argument: the key {key!r} in {where} is not text.")
+        if isinstance(value, BaseModel):
+            value = value.model_dump(exclude_unset=True)
+        copy[key] = _copied(value, key) if isinstance(value, Mapping) else value
+    return copy
+
+
+def _apply(override: str, values: dict[str, Any], origins: dict[KeyPath, str]) -> None:
+    """Write one `a.b=c` into `values`, and its origin into `origins`."""
+    path, value = _parsed(override)
+    origin = f"override {override!r}"
+    section = values
+    for depth, key in enumerate(path[:-1], start=1):
+        if section.get(key) is None:
+            section[key], origins[path[:depth]] = {}, origin
+        section = section[key]
+        if not isinstance(section, dict):
+            raise ConfigError(
+                f"{origin}: {'.'.join(path)} is below {'.'.join(path[:depth])}, which is {section!r} "
+                f"({origins[path[:depth]]}) and has nothing below it."
+            )
+    section[path[-1]] = value
+    for known in [known for known in origins if known[: len(path)] == path]:
+        del origins[known]
+    below = flatten(value) if isinstance(value, dict) else {}
+    origins.update({(*path, *key): origin for key in [(), *below]})
+
+
+def _parsed(override: str) -> tuple[KeyPath, object]:
+    name, equals, text = override.partition("=")
+    path = tuple(key.strip() for key in name.split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"override {override!r}: write path=value, such as wire.grad=bf16.")
+    if not text.strip():
+        raise ConfigError(f"override {override!r}: there is no value; write null for none.")
+    try:
+        value = parse_yaml(text)
+    except SourceError as error:
+        raise ConfigError(f"override {override!r}: {error} Text with marks in it needs quotes.") from None
+    return path, _copied(value, name) if isinstance(value, Mapping) else value

@@ -1,0 +1,58 @@
+"""Plan files: found, read by their suffix, and refused with file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.config.formats import Source, SourceError, read_json, read_toml, read_yaml
+from shardwise.errors import ConfigError, nearest
+
+_READERS: dict[str, Callable[[str], Source]] = {
+    ".yaml": read_yaml,
+    ".yml": read_yaml,
+    ".toml": read_toml,
+    ".json": read_json,
+}
+
+
+def read_source(path: Path) -> Source:
+    """Read a `.yaml`, `.yml`, `.toml` or `.json` file; `ConfigError` with file and line for what is wrong."""
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(
+            f"{path} ends in {path.suffix!r}, which is no plan file. Use {', '.join(_READERS)}."
+            if path.suffix
+            else f"{path} has no suffix, so its format is not known. Use {', '.join(_READERS)}."
+        )
+    text = _text(path)
+    try:
+        source = reader(text)
+        if not source.values and not text.lstrip().startswith("{"):
+            raise SourceError("the file is empty. Name at least a preset, such as zero3.")
+    except SourceError as error:
+        place = f"{path}:{error.line}" if error.line else str(path)
+        raise ConfigError(f"{place}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: the values are nested too deeply for a plan.") from None
+    return source
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(_missing(path)) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8 text. Save the file as UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _missing(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"There is no folder {str(folder)!r} for the plan {path.name!r}; looked from {Path.cwd()}."
+    plans = [file.name for file in folder.iterdir() if file.suffix.lower() in _READERS]
+    hint = nearest(path.name, plans) if plans else f"There is no {' or '.join(_READERS)} file in that folder."
+    return f"There is no plan file {str(path)!r}; looked in {folder.resolve()}. {hint}"

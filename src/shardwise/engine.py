@@ -1,0 +1,373 @@
+"""The door: `shard` a model by a plan, and train it as before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint import Content, Loaded, content_of, load, newest, save
+from shardwise.comm import World
+from shardwise.config import Plan, load_plan
+from shardwise.errors import ConfigError, StateError
+from shardwise.mesh import Mesh
+from shardwise.optim import AdoptedOptimizer, vet
+from shardwise.placement import Table, mesh_for, table_for
+from shardwise.precision import Verdict, cast_floating, clip
+from shardwise.program import Footprint, UnitSpec, plan_step, render, straight_trace
+from shardwise.runtime import BufferSync, Executor, Runner
+from shardwise.storage import (
+    Unit,
+    check_model,
+    check_same_everywhere,
+    choose_units,
+    make_unit,
+    settle,
+    torch_dtype,
+    unit_spec,
+)
+from shardwise.telemetry import ByteMeter
+
+PlanLike = Plan | str | Path | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this rank by kind: as the plan promised, as counted at the peak, and as replicas would need.
+
+    Kinds are `param`, `grad`, `optim` (states and master weights) and `working` (gathered parameters and
+    messages at their peak). Activations are the model's own and in none of them.
+    """
+
+    promised: dict[str, int]
+    measured: dict[str, int]
+    replicated: dict[str, int]
+
+    @property
+    def promised_total(self) -> int:
+        return sum(self.promised.values())
+
+    @property
+    def measured_total(self) -> int:
+        return sum(self.measured.values())
+
+    @property
+    def replicated_total(self) -> int:
+        return sum(self.replicated.values())
+
+
+def shard(
+    model: nn.Module,
+    plan: PlanLike = "zero3",
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    world: World | None = None,
+) -> Engine:
+    """Put every tensor of `model` and `optimizer` where `plan` says. All ranks call.
+
+    `model` stays the same object, its parameters keep their names and shapes, and `optimizer` (any
+    elementwise `torch.optim.Optimizer` over `model.parameters()`) stays the user's own object. All ranks
+    start from rank 0's values. `plan` is a preset's name, a file, a mapping or a `Plan`; `world` is joined
+    from the environment if it is not given, and is then closed with the engine.
+
+    Raises `ConfigError` for a plan that cannot be meant on this world and `ModelError` for a model or
+    optimizer that cannot be sharded; nothing has been changed then.
+    """
+    loaded = load_plan(plan)
+    own_world = world is None
+    world = World.join() if world is None else world
+    try:
+        return Engine(model, loaded, optimizer, world, owns_world=own_world)
+    except BaseException:
+        if own_world:
+            world.close()
+        raise
+
+
+class Engine:
+    """A sharded model. Make one with `shard`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer | None,
+        world: World,
+        *,
+        owns_world: bool = False,
+    ) -> None:
+        self.module = model
+        self.plan = plan
+        self.world = world
+        self.mesh: Mesh = mesh_for(plan, world.size)
+        self.table: Table = table_for(plan, self.mesh)
+        self.num_steps = 0
+        self.gradient_norm: float | None = None
+        """The global 2-norm before clipping, of the last step."""
+        self._owns_world = owns_world
+        self._is_open = True
+        self._meter = ByteMeter()
+        self._states_per_param = vet(optimizer, model) if optimizer is not None else 0
+        self._units = _build_units(model, plan, self.table, self.mesh, world, self._meter)
+        self._flats = [flat for unit in self._units for flat in unit.flats]
+        self._wire_up(model, optimizer)
+
+    def _wire_up(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Tie hooks, programs and the optimizer together."""
+        device = self._flats[0].device
+        collectives = self.world.collectives(device)
+        collectives.prepare(self.mesh)
+        groups = {axis: self.world.group(self.mesh, axis) for axis in self.mesh.axes}
+        self._verdict = Verdict(self._flats, collectives, groups)
+        self._buffers = BufferSync(model, self.world)
+        executor = Executor(self._flats, collectives, groups)
+        executor.provide("agree", lambda action: self._verdict.sum_over(action.over))
+        executor.provide("broadcast", lambda _: self._buffers.share())
+        prefetch_bytes = None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes
+        self._optimizer: AdoptedOptimizer | None = None
+        if optimizer is not None:
+            self._optimizer = AdoptedOptimizer(
+                optimizer,
+                self._flats,
+                before=self._before_step,
+                after=self._after_step,
+                forget=self.zero_grad,
+            )
+        self._runner = Runner(model, self._units, executor, prefetch_bytes=prefetch_bytes)
+        self._ledger = collectives.ledger
+        self._cast_handle = model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+        self._num_micro_batches = 0
+        self._is_prepared = False
+
+    # -- training ---------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; `model(...)` does the same."""
+        self._require_open()
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`."""
+        self._require_open()
+        (loss / self.plan.accumulate).backward()  # type: ignore[no-untyped-call]  # torch's own
+        self._num_micro_batches += 1
+
+    def step(self) -> float | None:
+        """Clip if the plan says so, update, and drop the gradients. All ranks call.
+
+        Returns the global gradient norm before clipping; `None` where the plan accumulates and this was
+        not the last micro-batch, so that nothing was updated.
+        """
+        self._require_open()
+        if self._num_micro_batches % self.plan.accumulate:
+            return None
+        self._require_optimizer().optimizer.step()
+        return self.gradient_norm
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale gradients to a global 2-norm of at most `max_norm`; returns the norm before. All ranks call.
+
+        For a plain loop, between `loss.backward()` and `optimizer.step()`. A plan with
+        `clip_grad_norm` does it by itself.
+        """
+        self._require_open()
+        norm = self._prepare()
+        clip(self._flats, norm, max_norm)
+        return norm
+
+    def zero_grad(self) -> None:
+        """Forget all gradients. A step forgets them too; this is for those that are not to be used."""
+        self._is_prepared = False
+        self._num_micro_batches = 0
+        for flat in self._flats:
+            flat.drop_gradients()
+        if self._optimizer is not None:
+            self._optimizer.withdraw_gradients()
+
+    # -- agreement between ranks ------------------------------------------------------------------------
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank: how ranks decide to stop together. All ranks call."""
+        return self.world.any_rank(flag)
+
+    def mean(self, value: float) -> float:
+        """The mean of every rank's `value`, such as a loss to print. All ranks call."""
+        return self.world.mean(value)
+
+    # -- state ------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, step: int | None = None, state: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call.
+
+        `state` is the caller's own, anything JSON can hold, rank 0's is kept: the position in the data, a
+        scheduler's `state_dict()`. `step` defaults to the number of optimizer steps taken.
+        """
+        self._require_open()
+        number = self.num_steps if step is None else step
+        kept = {"num_steps": self.num_steps, "user": dict(state or {})}
+        try:
+            json.dumps(kept)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"The state given to save() is not JSON: {error}. Keep numbers, text, lists and dicts in it."
+            ) from error
+        return save(
+            Path(folder),
+            number,
+            self._content(),
+            self.world,
+            state=kept,
+            layout=f"{self.table.optim} on {self.mesh}",
+        )
+
+    def resume(self, folder: str | Path) -> Loaded | None:
+        """Continue from the latest checkpoint in `folder`; `None`, and nothing changed, if there is none.
+
+        All ranks call."""
+        self._require_open()
+        path = newest(Path(folder))
+        if self.world.any_rank(path is None):
+            return None
+        assert path is not None
+        loaded = load(path, self._content(), self._optimizer, self.world)
+        self.num_steps = int(loaded.state["num_steps"])
+        self.zero_grad()
+        self._runner.restore_params()
+        return Loaded(loaded.path, loaded.step, loaded.state["user"])
+
+    def _content(self) -> Content:
+        place = self.mesh.coordinate(self.world.rank)
+        shard_axes = self.table.optim.shard
+        is_first_copy = all(place[axis] == 0 for axis in self.mesh.axes if axis not in shard_axes)
+        return content_of(
+            self.module,
+            self._flats,
+            self._optimizer,
+            is_first_copy=is_first_copy,
+            is_rank_0=self.world.rank == 0,
+        )
+
+    # -- what people read -------------------------------------------------------------------------------
+
+    def memory(self) -> MemoryReport:
+        """Promise and measurement for this rank; see `MemoryReport`."""
+        states = self._states_per_param
+        specs = tuple(unit.spec for unit in self._units)
+        promised = self._footprint(specs, states)
+        ddp = table_for(Plan(preset="ddp", precision=self.plan.precision), self.mesh)
+        replicas = tuple(_with_table(unit.spec, ddp.on(self.mesh)) for unit in self._units)
+        return MemoryReport(_by_kind(promised), self._measured(), _by_kind(self._footprint(replicas, states)))
+
+    def _footprint(self, specs: tuple[UnitSpec, ...], states: int) -> Footprint:
+        trace = self._runner.trace if specs == self._runner.specs else straight_trace(specs)
+        budget = None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes
+        return plan_step(specs, trace, prefetch_bytes=budget, states_per_param=states).footprint
+
+    def _measured(self) -> dict[str, int]:
+        meter = self._meter
+        states = self._optimizer.state_bytes() if self._optimizer is not None else 0
+        resting = meter.now["param"] + meter.now["optim"]
+        return {
+            "param": meter.now["param"],
+            "grad": meter.peak["grad"],
+            "optim": meter.now["optim"] + states,
+            "working": max(0, meter.peak_total - resting - meter.peak["grad"]),
+        }
+
+    def program(self) -> str:
+        """The program of one step as text: as foreseen before the first step, as recorded after it."""
+        return render(self._runner.program.micro_batch) + render(self._runner.program.step)
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Unhook from model and optimizer. May be called twice. The model's parameters are no longer whole."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._runner.remove()
+        self._cast_handle.remove()
+        if self._optimizer is not None:
+            self._optimizer.release()
+        if self._owns_world:
+            self.world.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the optimizer step, whoever asks for it --------------------------------------------------------
+
+    def _before_step(self) -> None:
+        norm = self._prepare()
+        if self.plan.clip_grad_norm is not None:
+            clip(self._flats, norm, self.plan.clip_grad_norm)
+        self._require_optimizer().offer_gradients()
+
+    def _prepare(self) -> float:
+        """Bring gradients to where the update needs them, once per step, and agree on their norm."""
+        if not self._is_prepared or self.gradient_norm is None:
+            self._runner.before_step()
+            self.gradient_norm = self._verdict.pronounce()
+            self._is_prepared = True
+        return self.gradient_norm
+
+    def _after_step(self) -> None:
+        self._require_optimizer().withdraw_gradients()
+        if self.plan.sync_buffers and not self._buffers.is_learnt and self.world.size > 1:
+            self._runner.foresee_buffers(self._buffers.learn())
+        self._runner.after_step()
+        self._is_prepared = False
+        self._num_micro_batches = 0
+        self.num_steps += 1
+
+    def _cast_inputs(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.table.compute != "bf16":
+            return None
+        dtype = torch_dtype(self.table.compute)
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise StateError("This engine was closed; call shard() again to train the model.")
+
+    def _require_optimizer(self) -> AdoptedOptimizer:
+        if self._optimizer is None:
+            raise StateError(
+                "This engine has no optimizer; give one to shard(model, plan, optimizer=...) to take steps."
+            )
+        return self._optimizer
+
+
+def _build_units(model: nn.Module, plan: Plan, table: Table, mesh: Mesh, world: World, meter: ByteMeter) -> list[Unit]:
+    """Check, choose, and only then change anything."""
+    check_model(model)
+    check_same_everywhere(model, world)
+    choices = choose_units(model, plan)
+    coordinate = mesh.coordinate(world.rank)
+    units = [make_unit(choice, unit_spec(choice, table, mesh), coordinate, meter) for choice in choices]
+    units = [unit for unit in units if unit.flats]
+    settle(units, model, world)
+    return units
+
+
+def _with_table(unit: UnitSpec, table: Table) -> UnitSpec:
+    return replace(unit, flats=tuple(replace(flat, table=table) for flat in unit.flats))
+
+
+def _by_kind(footprint: Footprint) -> dict[str, int]:
+    return {
+        "param": footprint.param,
+        "grad": footprint.grad,
+        "optim": footprint.optim,
+        "working": footprint.working,
+    }

@@ -1,0 +1,6 @@
+"""Any elementwise torch optimizer, over this rank's pieces of the parameters."""
+
+from shardwise.optim.adopted import AdoptedOptimizer
+from shardwise.optim.probe import vet
+
+__all__ = ["AdoptedOptimizer", "vet"]

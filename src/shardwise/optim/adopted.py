@@ -1,0 +1,117 @@
+"""The user's own optimizer object, given our pieces to update instead of the model's parameters.
+
+Its groups, hyper-parameters, schedulers and hooks stay as they are, and its groups keep their order: entry i of a
+group is this rank's piece (perhaps empty) of the parameter that was entry i. `optimizer.step()` works as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.placement import Span
+from shardwise.storage import Flat
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's elements `span` of one parameter, as the optimizer sees them: flat, in fp32."""
+
+    name: str
+    shape: tuple[int, ...]
+    span: Span
+    tensor: nn.Parameter
+    flat: Flat
+    index: int
+
+
+class AdoptedOptimizer:
+    """Ties an optimizer, vetted before, to the trainable flat buffers of one model.
+
+    `before` and `after` are called around every step, whoever asks for it: `engine.step()` or
+    `optimizer.step()`. `forget` is what `zero_grad` means.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        flats: Sequence[Flat],
+        *,
+        before: Callable[[], None],
+        after: Callable[[], None],
+        forget: Callable[[], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.pieces = _pieces(optimizer, flats)
+        by_param: dict[Tensor, Piece] = {piece.flat.params[piece.index]: piece for piece in self.pieces}
+        self._originals = [list(group["params"]) for group in optimizer.param_groups]
+        state = dict(optimizer.state)
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            group["params"] = [by_param[param].tensor for param in group["params"]]
+        for param, entry in state.items():
+            optimizer.state[by_param[param].tensor] = _sliced(entry, by_param[param])
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: before()),
+            optimizer.register_step_post_hook(lambda *_: after()),
+        ]
+        optimizer.zero_grad = lambda set_to_none=True: forget()  # type: ignore[method-assign]  # undone in release  # noqa: ARG005
+
+    def offer_gradients(self) -> None:
+        """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone."""
+        for piece in self.pieces:
+            touched = piece.flat.touched[piece.index] and piece.span.numel > 0
+            piece.tensor.grad = piece.flat.due_piece(piece.index) if touched else None
+
+    def withdraw_gradients(self) -> None:
+        for piece in self.pieces:
+            piece.tensor.grad = None
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's own states on this rank."""
+        return sum(
+            value.nbytes
+            for entry in self.optimizer.state.values()
+            for value in entry.values()
+            if isinstance(value, Tensor)
+        )
+
+    def release(self) -> None:
+        """Unhook. The optimizer keeps its pieces; the model's parameters are no longer its business."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.optimizer.__dict__.pop("zero_grad", None)
+
+
+def _pieces(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[Piece]:
+    """A piece for each parameter of the optimizer, in the order of its groups."""
+    homes = {param: (flat, index) for flat in flats for index, param in enumerate(flat.params)}
+    pieces = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            flat, index = homes[param]
+            slot = flat.slots[index]
+            if flat.spec.trainable:
+                tensor, span = flat.master_piece(index)
+            else:  # torch lets a frozen parameter stand in a group, and never updates it
+                tensor, span = torch.empty(0, device=flat.device), Span(0, 0)
+            pieces.append(Piece(slot.name, slot.shape, span, nn.Parameter(tensor), flat, index))
+    return pieces
+
+
+def _sliced(entry: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    """States that were there already: those of the parameter's shape are cut as it was."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor) and tuple(value.shape) == piece.shape and value.dim() > 0:
+            return value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.tensor.dtype, copy=True)
+        return value
+
+    return {key: cut(value) for key, value in entry.items()}

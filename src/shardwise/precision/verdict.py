@@ -1,0 +1,76 @@
+"""What all ranks must agree on before an update: the gradient norm, and which parameters have a gradient.
+
+[Note: the verdict] One small vector is summed over all ranks once per step: the squared norm of the elements
+a rank is responsible for, then for every parameter whether any backward reached it here. A parameter that no
+rank reached is not updated at all, as in a plain PyTorch loop, where its `.grad` would be None. One that only
+some ranks reached is updated by its owner everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shardwise.comm import Collectives, Group
+from shardwise.program import verdict_numel
+from shardwise.storage import Flat
+
+
+class Verdict:
+    """The verdict of one step at a time, over the trainable flat buffers of one model."""
+
+    def __init__(self, flats: Sequence[Flat], collectives: Collectives, groups: Mapping[str, Group]) -> None:
+        self._flats = [flat for flat in flats if flat.spec.trainable]
+        self._collectives = collectives
+        self._groups = groups
+        self._vector: torch.Tensor | None = None
+
+    def sum_over(self, axis: str) -> None:
+        """Add up what the ranks along `axis` say. All of them call, once per axis and step."""
+        if self._vector is None:
+            self._vector = self._own()
+        group = self._groups[axis]
+        padded_numel = -(-self._vector.numel() // len(group.ranks)) * len(group.ranks)
+        padded = torch.zeros(padded_numel, dtype=self._vector.dtype, device=self._vector.device)
+        padded[: self._vector.numel()] = self._vector
+        self._collectives.all_reduce(padded, padded, group, padded.dtype).wait()
+        self._vector = padded[: self._vector.numel()]
+
+    def pronounce(self) -> float:
+        """Settle which parameters were touched anywhere and return the global 2-norm of the gradients."""
+        vector = self._own() if self._vector is None else self._vector
+        self._vector = None
+        squared, *touched = vector.tolist()
+        start = 0
+        for flat in self._flats:
+            flat.touched = [count > 0 for count in touched[start : start + len(flat.slots)]]
+            start += len(flat.slots)
+        return math.sqrt(squared) if squared >= 0 else math.nan
+
+    def _own(self) -> torch.Tensor:
+        """This rank's summand. Ranks that hold the same elements share in their norm."""
+        touched = [float(mark) for flat in self._flats for mark in flat.touched]
+        device = self._flats[0].device if self._flats else torch.device("cpu")
+        vector = torch.tensor([0.0, *touched], dtype=torch.float32, device=device)
+        assert vector.numel() == verdict_numel(len(touched))
+        for flat in self._flats:
+            if flat.due is not None:
+                vector[0] += torch.linalg.vector_norm(flat.due, dtype=torch.float32) ** 2 / _copies(flat)
+        return vector
+
+
+def clip(flats: Sequence[Flat], norm: float, max_norm: float) -> None:
+    """Scale the gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1 or math.isnan(factor):
+        for flat in flats:
+            if flat.due is not None:
+                flat.due.mul_(factor)
+
+
+def _copies(flat: Flat) -> int:
+    """On how many ranks each element of the gradient lies, once it is where the update needs it."""
+    table = flat.spec.table
+    return math.prod(flat.spec.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)

@@ -1,0 +1,97 @@
+"""Programs bound to memory and collectives: each action becomes one call, looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from shardwise.comm import Collectives, Group
+from shardwise.errors import CommError, ProgramError
+from shardwise.program import ALL_FLATS, Action, Block, Moment, Program
+from shardwise.runtime.mover import Mover
+from shardwise.storage import Flat
+
+Call = Callable[[], None]
+
+
+class BoundBlock:
+    """A moment, and the calls that are due at it."""
+
+    def __init__(self, block: Block, calls: Sequence[Call]) -> None:
+        self.moment = block.moment
+        self._steps = tuple(zip(block.actions, calls, strict=True))
+
+    def run(self) -> None:
+        """Make the calls in order. A failure to communicate names the moment and the action."""
+        for action, call in self._steps:
+            try:
+                call()
+            except CommError as error:
+                raise CommError(f"{self.moment}: '{action}' failed. {error}") from error
+
+
+class Executor:
+    """Turns actions into calls on the flat buffers of one rank."""
+
+    def __init__(self, flats: Sequence[Flat], collectives: Collectives, groups: Mapping[str, Group]) -> None:
+        self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}
+        self._common: dict[str, Callable[[Action], None]] = {}
+
+    def provide(self, verb: str, call: Callable[[Action], None]) -> None:
+        """Who does what concerns all flat buffers at once: `agree`, `broadcast`."""
+        self._common[verb] = call
+
+    def bind(self, program: Program) -> tuple[BoundBlock, ...]:
+        return tuple(self._bind_block(block) for block in program)
+
+    def run(self, moment: Moment, actions: Sequence[Action]) -> None:
+        """Bind and run at once: for a step that has no program yet."""
+        self._bind_block(Block(moment, tuple(actions))).run()
+
+    def _bind_block(self, block: Block) -> BoundBlock:
+        in_step = block.moment.phase == "step"
+        last_wait = {
+            action.flat: index
+            for index, action in enumerate(block.actions)
+            if (action.verb, action.subject) == ("wait", "grad")
+        }
+        calls = [
+            self._call(action, in_step=in_step, is_last=self._is_last(block, index, last_wait))
+            for index, action in enumerate(block.actions)
+        ]
+        return BoundBlock(block, calls)
+
+    def _is_last(self, block: Block, index: int, last_wait: Mapping[str, int]) -> bool:
+        """Whether the wait at `index` ends its reduction: no further step of it starts in this block."""
+        action = block.actions[index]
+        if last_wait.get(action.flat) != index:
+            return False
+        later = block.actions[index + 1 :]
+        return not any(other.flat == action.flat and other.subject == "grad" for other in later)
+
+    def _call(self, action: Action, *, in_step: bool, is_last: bool) -> Call:
+        if action.flat == ALL_FLATS:
+            return partial(self._common[action.verb], action)
+        mover = self.movers[action.flat]
+        match action.verb, action.subject:
+            case "gather", _:
+                return (
+                    partial(mover.gather_param, action.over)
+                    if in_step
+                    else partial(mover.gather, action.over, action.subject)
+                )
+            case "wait", "full":
+                return mover.wait_full
+            case "wait", "param":
+                return mover.wait_param
+            case "wait", "grad":
+                return partial(mover.wait_grad, in_step=in_step, is_last=is_last)
+            case "free", "full":
+                return mover.flat.free_full
+            case "slice", "held":
+                return mover.flat.hold
+            case "cast", "param":
+                return mover.flat.accept_master
+            case (("reduce_scatter" | "all_reduce" | "cast"), "grad"):
+                return partial(mover.reduce, action, in_step=in_step)
+        raise ProgramError(f"'{action}' is not something a runtime can do.")

@@ -1,0 +1,221 @@
+"""From PyTorch's hooks to events: which unit is about to compute, and which has.
+
+The only module that registers hooks. What it reports, per unit:
+
+- `before_forward` and `after_forward`, once per outermost call of one of its sites;
+- `before_backward`, when the first gradient of an output is about to be used, and again whenever a
+  forward is recomputed inside a backward (activation checkpointing);
+- `after_backward`, when every trainable parameter has its gradient and, if the unit has frozen
+  parameters, also the gradients of its inputs have gone out: until then frozen ones are still read;
+- `end_of_backward`, when autograd is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.errors import ModelError
+from shardwise.storage import Flat, Unit
+
+Tensor = torch.Tensor
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def enter_root(self) -> None: ...
+    def leave_root(self) -> None: ...
+    def before_forward(self, unit: Unit) -> None: ...
+    def after_forward(self, unit: Unit, *, opaque: bool) -> None: ...
+    def before_backward(self, unit: Unit) -> None: ...
+    def after_backward(self, unit: Unit) -> None: ...
+    def end_of_backward(self) -> None: ...
+
+
+@dataclass
+class _Use:
+    """How often a unit is open in forward, and what its backward still waits for."""
+
+    depth: int = 0
+    inputs_out: int = 0
+
+
+class Hooks:
+    """The hooks of one model. `remove()` leaves it as it was."""
+
+    def __init__(self, root: nn.Module, units: list[Unit], listener: Listener) -> None:
+        self._listener = listener
+        self._units = units
+        self._uses = {unit.name: _Use() for unit in units}
+        self._awaits_end = False
+        self._root = root
+        self._handles: list[RemovableHandle] = []
+        self._root_handles: list[RemovableHandle] = []
+        for unit in units:
+            for site in unit.sites:
+                self.add_site(unit, site)
+            for flat in unit.flats:
+                if flat.spec.trainable:
+                    self._watch_params(unit, flat)
+
+    def add_site(self, unit: Unit, site: nn.Module) -> None:
+        """Gather `unit` before `site` runs."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._before(unit, args, kwargs)
+
+        def after(_: nn.Module, args: object, output: object) -> None:  # noqa: ARG001
+            self._after(unit, output)
+
+        self._handles.append(site.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(site.register_forward_hook(after, always_call=True))
+        self._hook_root()
+
+    def _hook_root(self) -> None:
+        """The root is entered before and left after anything else that hangs on it, a site of a unit perhaps."""
+        for handle in self._root_handles:
+            handle.remove()
+        self._root_handles = [
+            self._root.register_forward_pre_hook(self._enter_root, prepend=True),
+            self._root.register_forward_hook(self._leave_root, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in (*self._handles, *self._root_handles):
+            handle.remove()
+        self._handles.clear()
+        self._root_handles.clear()
+
+    # -- forward ----------------------------------------------------------------------------------------
+
+    def _enter_root(self, _: nn.Module, args: object) -> None:  # noqa: ARG002
+        if not _in_backward():
+            self._listener.enter_root()
+
+    def _leave_root(self, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
+        if not _in_backward():
+            self._listener.leave_root()
+
+    def _before(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _in_backward():
+            self._open_backward(unit)
+            return
+        use = self._uses[unit.name]
+        use.depth += 1
+        if use.depth > 1:
+            return
+        self._listener.before_forward(unit)
+        if torch.is_grad_enabled() and any(not flat.spec.trainable for flat in unit.flats):
+            self._watch_inputs(unit, use, (args, kwargs))
+
+    def _after(self, unit: Unit, output: object) -> None:
+        use = self._uses[unit.name]
+        if _in_backward():
+            self._watch_outputs(unit, output)
+            return
+        use.depth -= 1
+        if use.depth == 0:
+            opaque = torch.is_grad_enabled() and not self._watch_outputs(unit, output)
+            self._listener.after_forward(unit, opaque=opaque)
+
+    # -- backward ---------------------------------------------------------------------------------------
+
+    def _watch_outputs(self, unit: Unit, output: object) -> bool:
+        """Open the unit's backward before any gradient of `output` is used. False if nothing could be watched."""
+        nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(lambda _: self._open_backward(unit))
+        return bool(nodes)
+
+    def _watch_inputs(self, unit: Unit, use: _Use, inputs: object) -> None:
+        nodes = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
+
+        def gone_out(_: object) -> None:
+            use.inputs_out -= 1
+            self._close_backward(unit)
+
+        use.inputs_out += len(nodes)
+        for node in nodes:
+            node.register_prehook(gone_out)
+
+    def _watch_params(self, unit: Unit, flat: Flat) -> None:
+        for index, param in enumerate(flat.params):
+
+            def arrived(param: Tensor, index: int = index) -> None:
+                grad = param.grad
+                if grad is None:
+                    return
+                if grad.is_sparse:
+                    raise ModelError(
+                        f"The gradient of {flat.slots[index].name} is sparse; build the embedding with sparse=False."
+                    )
+                self._await_end()
+                flat.arrive(index, grad)
+                param.grad = None
+                self._close_backward(unit)
+
+            handle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
+            self._handles.append(handle)
+
+    def _open_backward(self, unit: Unit) -> None:
+        self._await_end()
+        self._listener.before_backward(unit)
+
+    def _close_backward(self, unit: Unit) -> None:
+        through = all(flat.complete() for flat in unit.flats if flat.spec.trainable)
+        if through and self._uses[unit.name].inputs_out <= 0:
+            for flat in unit.flats:
+                flat.expect_all()
+            self._listener.after_backward(unit)
+
+    def _await_end(self) -> None:
+        if not self._awaits_end:
+            self._awaits_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # torch has no public name
+
+    def _end(self) -> None:
+        self._awaits_end = False
+        for use in self._uses.values():
+            use.inputs_out = 0
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.expect_all()
+        self._listener.end_of_backward()
+
+    def forget(self) -> None:
+        """Nothing is open any more: a forward or backward ended in an exception."""
+        self._awaits_end = False
+        for use in self._uses.values():
+            use.depth = use.inputs_out = 0
+
+
+def _in_backward() -> bool:
+    """Whether autograd is calling us: a forward is being recomputed."""
+    inside: Callable[[], int] = torch._C._current_graph_task_id
+    return inside() != -1
+
+
+def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
+    """Every tensor in a nest of tuples, lists, dicts, dataclasses and plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
+        return
+    inner: object
+    if isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        inner = value
+    elif is_dataclass(value):
+        inner = [getattr(value, field.name) for field in fields(value)]
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+    for item in inner:
+        yield from tensors_in(item, depth - 1)

@@ -1,0 +1,203 @@
+"""The moves of one flat buffer: memory on one side, collectives on the other.
+
+Each method is one action of the program. Those that make or drop the whole buffer may be asked twice:
+a buffer that is whole already is not gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from shardwise.comm import Collectives, Group, Work
+from shardwise.placement import Axes
+from shardwise.program import Action, reduce_due, step_gradients
+from shardwise.storage import Flat, FullState, torch_dtype
+
+Tensor = torch.Tensor
+
+
+class Mover:
+    """What is on its way for one flat buffer on this rank."""
+
+    def __init__(self, flat: Flat, collectives: Collectives, groups: Mapping[str, Group]) -> None:
+        self.flat = flat
+        self._collectives = collectives
+        self._groups = groups
+        self._coordinate = {axis: group.index for axis, group in groups.items()}
+        self._wire = torch_dtype(flat.spec.table.wire)
+        self._spread: Axes = ()
+        self._arriving: Work | None = None
+        self._reduction: _Reduction | None = None
+        self._chain = reduce_due(flat.spec)
+        self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
+        """Whether gradients wait just as the update needs them, so that nothing moves at the step."""
+
+    # -- parameters -------------------------------------------------------------------------------------
+
+    def gather(self, axis: str, subject: str) -> None:
+        """Start to make `full` whole over `axis`, from what rests or what is held."""
+        flat = self.flat
+        if flat.state in (FullState.READY, FullState.RESIDENT):
+            return
+        if flat.state is FullState.FLYING and axis not in self._spread:
+            return
+        if flat.state is FullState.ABSENT:
+            from_held = subject == "held" and flat.held is not None
+            source, span = (flat.held, flat.held_span) if from_held else (flat.param, flat.param_span)
+            assert source is not None
+            self._spread = flat.spec.table.held.shard if from_held else flat.spec.table.param.shard
+            flat.raise_full()
+            flat.full[span.start : span.stop].copy_(source)
+        for other in reversed(flat.spec.table.order):
+            if other == axis:
+                break
+            if other in self._spread:  # nothing was held, so what rests is gathered, over more axes
+                self._gather_over(other)
+                self.wait_full()
+        self._gather_over(axis)
+
+    def _gather_over(self, axis: str) -> None:
+        self._spread = tuple(other for other in self._spread if other != axis)
+        self._arriving = self._collectives.all_gather(self._spanned(self.flat.full, self._spread), self._groups[axis])
+
+    def wait_full(self) -> None:
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        if self.flat.state is FullState.FLYING and not self._spread:
+            self.flat.state = FullState.READY
+            self.flat.free_held()
+
+    def gather_param(self, axis: str) -> None:
+        """Start to bring updated parameters to where they rest, from the ranks that updated them."""
+        table = self.flat.spec.table
+        if not self._spread:
+            self._spread = table.optim.shard
+        self._spread = tuple(other for other in self._spread if other != axis)
+        span = self.flat.spec.layout.span(self._spread, self._coordinate).within(self.flat.param_span)
+        self._arriving = self._collectives.all_gather(self.flat.param[span.start : span.stop], self._groups[axis])
+        if set(self._spread) == set(table.param.shard):
+            self._spread = ()
+
+    def wait_param(self) -> None:
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+
+    # -- gradients --------------------------------------------------------------------------------------
+
+    def reduce(self, action: Action, *, in_step: bool) -> None:
+        """Start the next step of this buffer's reduction, or cast what it has come to."""
+        if self._reduction is None:
+            self._reduction = self._first(in_step=in_step)
+        reduction = self._reduction
+        dtype = torch_dtype(action.dtype) if action.dtype != "-" else reduction.current.dtype
+        if action.verb == "cast":
+            reduction.finish(reduction.current.to(dtype))
+            return
+        group, source = self._groups[action.over], reduction.current
+        if action.verb == "reduce_scatter":
+            out = torch.empty(source.numel() // len(group.ranks), dtype=dtype, device=source.device)
+            work = self._collectives.reduce_scatter(out, source, group, self._wire)
+        else:
+            out = source if source.dtype == dtype else torch.empty_like(source, dtype=dtype)
+            work = self._collectives.all_reduce(out, source, group, self._wire)
+        reduction.start(out, work, self._staging_bytes(source, group))
+
+    def wait_grad(self, *, in_step: bool, is_last: bool) -> None:
+        """Finish a step of the reduction; after the last one its result waits with the flat buffer."""
+        reduction = self._reduction
+        if reduction is None:
+            return
+        reduction.wait()
+        if is_last:
+            self._reduction = None
+            reduction.release()
+            (self.flat.keep_due if in_step else self.flat.keep_grad)(reduction.current)
+
+    def settle_reduction(self) -> None:
+        """Bring a reduction that the program left under way to its end."""
+        while self._reduction is not None:
+            rest = self._rest_of(self._reduction)
+            self.wait_grad(in_step=False, is_last=not rest)
+            if rest:
+                self.reduce(rest[0], in_step=False)
+
+    def _rest_of(self, reduction: _Reduction) -> tuple[Action, ...]:
+        return self._chain[reduction.num_started :]
+
+    def keep_due(self) -> None:
+        """Where gradients wait as the update needs them, nothing moves."""
+        grad = self.flat.take_grad()
+        if grad is not None:
+            self.flat.keep_due(grad)
+
+    def abandon(self) -> None:
+        """Wait for whatever is on its way and forget it."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction.release()
+            self._reduction = None
+        self._spread = ()
+        if self.flat.state is FullState.FLYING:
+            self.flat.state = FullState.READY
+
+    def _first(self, *, in_step: bool) -> _Reduction:
+        source = self.flat.take_grad() if in_step else self.flat.open_inbox()
+        if source is None:  # no backward reached this buffer here, but others may wait for our part
+            table, span = self.flat.spec.table, self.flat.grad_span
+            source = torch.zeros(span.numel, dtype=torch_dtype(table.grad.dtype), device=self.flat.device)
+        return _Reduction(source, self.flat)
+
+    def _staging_bytes(self, source: Tensor, group: Group) -> int:
+        """What the collective holds besides: the others' chunks, and ours if they are cast to be sent."""
+        copies = 1 if source.dtype == self._wire else 2
+        num_others = len(group.ranks) - 1
+        return copies * num_others * (source.numel() // len(group.ranks)) * self._wire.itemsize
+
+    def _spanned(self, tensor: Tensor, shard: Axes) -> Tensor:
+        span = self.flat.spec.layout.span(shard, self._coordinate)
+        return tensor[span.start : span.stop]
+
+
+class _Reduction:
+    """A gradient on its way: what has been summed so far, and the collective that is under way."""
+
+    def __init__(self, source: Tensor, flat: Flat) -> None:
+        self.current = source
+        self._meter = flat.meter
+        self._meter.hold("working", source.nbytes)
+        self._next: Tensor | None = None
+        self._work: Work | None = None
+        self._staging_bytes = 0
+        self.num_started = 0
+
+    def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
+        if out is not self.current:
+            self._meter.hold("working", out.nbytes)
+        self._meter.hold("working", staging_bytes)
+        self._next, self._work, self._staging_bytes = out, work, staging_bytes
+        self.num_started += 1
+
+    def wait(self) -> None:
+        if self._work is None or self._next is None:
+            return
+        self._work.wait()
+        self._meter.drop("working", self._staging_bytes)
+        if self._next is not self.current:
+            self._meter.drop("working", self.current.nbytes)
+        self.current, self._next, self._work = self._next, None, None
+
+    def finish(self, cast: Tensor) -> None:
+        self._meter.hold("working", cast.nbytes - self.current.nbytes)
+        self.current = cast
+        self.num_started += 1
+
+    def release(self) -> None:
+        """From here on whoever takes `current` counts its bytes."""
+        self._meter.drop("working", self.current.nbytes)

@@ -1,0 +1,92 @@
+"""Modules that reach into others: found while the first step is watched, and from then on gathered for.
+
+A model may read `self.wte.weight` without calling `wte`, and then no hook of `wte` fires. While a forward
+is recorded, every operation is looked at: if one reads a unit that is not gathered, the unit is gathered on
+the spot, and the module that is running becomes one of its sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.storage import FullState, Unit
+
+
+class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Watches operations; calls `gather(unit)` before one reads a unit that is not there."""
+
+    def __init__(self, units: Sequence[Unit], gather: Callable[[Unit], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._units = {flat.full.untyped_storage()._cdata: (unit, flat) for unit in units for flat in unit.flats}
+        self._gather = gather
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While our own actions touch the buffers."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for tensor in () if self._is_paused else _tensors((args, kwargs)):
+            found = self._units.get(tensor.untyped_storage()._cdata)
+            if found is not None and found[1].state in (FullState.ABSENT, FullState.FLYING):
+                with self.paused():
+                    self._gather(found[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+class Callers:
+    """Which module of the model is running, innermost last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._running: list[nn.Module] = []
+        self._handles = [
+            handle
+            for module in model.modules()
+            for handle in (
+                module.register_forward_pre_hook(self._enter),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+
+    def innermost(self) -> nn.Module | None:
+        return self._running[-1] if self._running else None
+
+    def remove(self) -> None:
+        """Not while one of the modules runs: PyTorch may be going through its hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+        self._running.append(module)
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
+        if module in self._running:
+            del self._running[self._running.index(module) :]

@@ -1,0 +1,52 @@
+"""A recorded order of moments, the program made from it, and how far the present pass has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.program import Moment
+from shardwise.runtime.executor import BoundBlock
+
+LONGEST_TRACE = 100_000
+
+
+class Script:
+    """Follows the program of one kind of pass (training or evaluation) as long as events agree with it.
+
+    While they do not, or while there is no program yet, moments are recorded instead.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: tuple[BoundBlock, ...] = ()
+        self.trace: list[Moment] = []
+        self.is_followed = False
+        self._next = 0
+
+    def begin(self) -> None:
+        """A pass starts: follow the program, if there is one."""
+        self.trace = []
+        self._next = 0
+        self.is_followed = bool(self.blocks)
+
+    def learn(self, blocks: Sequence[BoundBlock]) -> None:
+        self.blocks = tuple(blocks)
+
+    def expected(self) -> BoundBlock | None:
+        """What comes next, as long as the program is followed."""
+        if self.is_followed and self._next < len(self.blocks):
+            return self.blocks[self._next]
+        return None
+
+    def take(self, moment: Moment) -> BoundBlock | None:
+        """The block that is due at `moment`, if that is what comes next; else the pass is recorded from here on."""
+        if len(self.trace) < LONGEST_TRACE:
+            self.trace.append(moment)
+        block = self.expected()
+        if block is None or block.moment != moment:
+            self.is_followed = False
+            return None
+        self._next += 1
+        return block
+
+    def is_finished(self) -> bool:
+        return self.is_followed and self._next == len(self.blocks)
