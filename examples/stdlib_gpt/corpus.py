@@ -42,9 +42,7 @@ class Corpus:
                 f"{folder} has too few *.py files to learn from and to validate on. "
                 f"Give a folder with more of them: --text FOLDER."
             )
-        return cls(
-            torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(validation, dtype=torch.uint8)
-        )
+        return cls(torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(validation, dtype=torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -59,13 +57,9 @@ class Batches:
     def batch(self, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
         """This rank's bytes and the bytes that follow them: int64 `[rows / world, context]` each."""
         if self.rows % world:
-            raise ConfigError(
-                f"{self.rows} rows do not divide among {world} ranks. Give a multiple: --batch."
-            )
+            raise ConfigError(f"{self.rows} rows do not divide among {world} ranks. Give a multiple: --batch.")
         if len(self.text) <= self.context:
-            raise ConfigError(
-                f"A text of {len(self.text)} bytes has no piece of {self.context} and one more."
-            )
+            raise ConfigError(f"A text of {len(self.text)} bytes has no piece of {self.context} and one more.")
         draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.text) - self.context, (self.rows,), generator=draw)
         share = self.rows // world

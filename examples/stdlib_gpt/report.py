@@ -28,9 +28,7 @@ KINDS = {
 class Report:
     """Use it in a `with`. Every rank may call everything; ranks other than 0 stay silent."""
 
-    def __init__(
-        self, folder: Path, plan: sw.Plan, world: sw.World, *, total: int, resumed_step: int | None
-    ) -> None:
+    def __init__(self, folder: Path, plan: sw.Plan, world: sw.World, *, total: int, resumed_step: int | None) -> None:
         self.folder = folder
         self._speaks = world.rank == 0
         self._console = Console(highlight=False, quiet=not self._speaks)

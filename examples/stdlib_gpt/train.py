@@ -205,9 +205,7 @@ def lr_share(step: int, steps: int) -> float:
 
 def parse_arguments() -> argparse.Namespace:
     size = ModelSize()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("--plan", default="zero3", help="a preset or a plan file (default: zero3)")
     option("--set", action="append", default=[], metavar="KEY=VALUE", help="change the plan: precision=fp32")

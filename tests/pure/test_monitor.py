@@ -84,9 +84,7 @@ class TestRecord:
         RunRecord.resume(path, step=7, plan=PLAN, world_size=2).close()
         assert read_record(path).header["kind"] == "run"
 
-    def test_a_crash_while_resuming_leaves_the_old_record(
-        self, path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_crash_while_resuming_leaves_the_old_record(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with start(path) as record:
             record.write("step", step=1, loss=4.0)
         monkeypatch.setattr("os.replace", _die)

@@ -107,9 +107,7 @@ class Progress:
         if self._console.is_terminal:
             self._live.update(self._line(), refresh=True)
         else:
-            self._console.print(
-                Text("  ".join([f"step {self.step}/{self.total}", *self._figures])), soft_wrap=True
-            )
+            self._console.print(Text("  ".join([f"step {self.step}/{self.total}", *self._figures])), soft_wrap=True)
 
     def _line(self) -> Table:
         line = Table.grid(padding=(0, 2))

@@ -38,11 +38,7 @@ class Record:
 
     def column(self, name: str, kind: str = "step") -> list[tuple[int, float]]:
         """`(step, value)` of every line of `kind` that has a finite number called `name`, by step."""
-        points = [
-            (line["step"], line[name])
-            for line in self.lines
-            if line["kind"] == kind and _number(line.get(name))
-        ]
+        points = [(line["step"], line[name]) for line in self.lines if line["kind"] == kind and _number(line.get(name))]
         return sorted(points)
 
 
@@ -140,7 +136,5 @@ def _parse(path: Path, number: int, text: str) -> Line:
             f"{path}, line {number} is damaged: {error}. Take the line out, or start the run over."
         ) from error
     if not isinstance(line, dict) or "kind" not in line or ("step" not in line and line["kind"] != "run"):
-        raise ShardwiseError(
-            f"{path}, line {number} has no kind and step; take the line out, or start the run over."
-        )
+        raise ShardwiseError(f"{path}, line {number} has no kind and step; take the line out, or start the run over.")
     return line
