@@ -122,13 +122,18 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
 
 
 def generate(model: ByteGPT, prompt: bytes, num_bytes: int, temperature: float, seed: int) -> Iterator[int]:
-    """The bytes that follow `prompt`, one by one. All ranks call with the same arguments and get the same."""
+    """The bytes that follow `prompt`, one by one. All ranks call with the same arguments and get the same.
+
+    The text is padded at its end, where a causal model does not look, to few different lengths: the CPU
+    keeps compiled kernels for every shape it has met.
+    """
     draw = torch.Generator().manual_seed(seed)
-    text = torch.tensor([list(prompt)])
+    text = list(prompt)
     for _ in range(num_bytes):
+        seen = text[-model.size.context :]
+        padding = [0] * (-len(seen) % (model.size.context // 4))
         with torch.no_grad():
-            logits = model(text[:, -model.size.context :])[0, -1]
+            logits = model(torch.tensor([seen + padding]))[0, len(seen) - 1]
         chances = torch.softmax(logits.float() / temperature, dim=0)
-        drawn = torch.multinomial(chances, 1, generator=draw)
-        text = torch.cat([text, drawn[None]], dim=1)
-        yield int(drawn)
+        text.append(int(torch.multinomial(chances, 1, generator=draw)))
+        yield text[-1]

@@ -89,6 +89,11 @@ def table_for(plan: Plan, mesh: Mesh) -> Table:
         edit = getattr(plan.rows, kind)
         edited = replace(place, **{"dtype": dtype, **{key: value for key, value in edit if value is not None}})
         mesh.require(edited.shard + edited.partial, f"Row {kind!r}")
+        if edited.tier != "device":
+            raise PlacementError(
+                f"Row {kind!r} is placed on tier {edited.tier!r}, but this version keeps every row on the device. "
+                f"Leave out rows.{kind}.tier."
+            )
         if kind in ("param", "held") and edited.dtype != compute:
             raise PlacementError(
                 f"Row {kind!r} is {edited.dtype}, but forward and backward run in {compute}. "
