@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,7 +106,8 @@ def plain_run(
         optimizer.step()
         run.losses.append(loss.item())
         run.norms.append(norm.item())
-    run.params = {name: param.detach().clone() for name, param in model.named_parameters()}
+    floating = [(name, param) for name, param in model.named_parameters() if param.is_floating_point()]
+    run.params = {name: param.detach().clone() for name, param in floating}
     return run
 
 
@@ -160,16 +162,15 @@ def engine_step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Te
 def full_params(engine: sw.Engine) -> dict[str, Tensor]:
     """All parameters, whole, from every rank's pieces of the master weights."""
     told = engine.world.exchange(_packed(engine))
-    params = {name: torch.empty(param.shape).flatten() for name, param in engine.module.named_parameters()}
+    shapes = {name: param.shape for name, param in engine.module.named_parameters() if param.is_floating_point()}
+    params = {name: torch.empty(shape).flatten() for name, shape in shapes.items()}
     for message in told:
         for name, start, values in _unpacked(message):
             params[name][start : start + values.numel()] = values
-    return {name: params[name].view(param.shape) for name, param in engine.module.named_parameters()}
+    return {name: params[name].view(shape) for name, shape in shapes.items()}
 
 
 def _packed(engine: sw.Engine) -> bytes:
-    import io
-
     pieces = []
     for entry in engine._content().entries:
         if entry.kind == "param" and entry.span.numel:
@@ -180,8 +181,6 @@ def _packed(engine: sw.Engine) -> bytes:
 
 
 def _unpacked(message: bytes) -> list[tuple[str, int, Tensor]]:
-    import io
-
     return torch.load(io.BytesIO(message), weights_only=True)
 
 

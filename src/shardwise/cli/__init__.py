@@ -1,1 +1,1 @@
-"""The command line: one thin module per verb."""
+"""The command line: thin, one function for each command."""
