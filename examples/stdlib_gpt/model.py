@@ -21,8 +21,8 @@ NUM_BYTES = 256
 class ModelSize:
     """The sizes that make a model; the default has 5.1 M parameters.
 
-    Wide and shallow: at this size four blocks of 320 see 1.25 times the bytes a second of six of 256,
-    and learn more from each in the two minutes they get.
+    Wide and shallow, because on a CPU core four blocks of 320 see 1.25 times the bytes a second that six
+    of 256 do.
     """
 
     layers: int = 4
@@ -103,8 +103,8 @@ class ByteGPT(nn.Module):
 def rotate(x: Tensor) -> Tensor:
     """Turn each pair of coordinates by its place in the row, `x` being `[rows, heads, length, dims]`.
 
-    Rotary positions (Su et al. 2021): attention sees distances and need not learn them first. In the few
-    hundred steps of this job that is worth 0.2 nats over the learned positions of GPT-2.
+    Rotary positions (Su et al. 2021): attention sees distances and need not learn them first. After 400
+    steps of this job the training loss was 1.55 nats a byte, against 1.87 with learned positions.
     """
     length, dims = x.shape[-2:]
     speeds = 10_000 ** (-torch.arange(0, dims, 2, device=x.device) / dims)
