@@ -1,0 +1,123 @@
+"""Collectives made of messages between pairs: right at every size, and the same bits everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import Collectives, Group
+from shardwise.errors import CommError, ConfigError
+from shardwise.mesh import Mesh
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+SIZES = [1, 2, 3, 4, 8]
+CHUNK = 48
+
+
+def on_line(num_ranks: int, work: Callable[[Collectives, Group], Tensor]) -> list[Tensor]:
+    def rank(world: sw.World) -> Tensor:
+        return work(world.collectives(torch.device("cpu")), world.everybody)
+
+    return run_ranks(num_ranks, rank)
+
+
+def summand(rank: int, num_ranks: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(num_ranks * CHUNK, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def total(num_ranks: int, dtype: torch.dtype) -> Tensor:
+    return sum((summand(rank, num_ranks, dtype).double() for rank in range(num_ranks)), start=torch.zeros(()).double())
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_all_gather_in_place(num_ranks: int, dtype: torch.dtype) -> None:
+    def gather(collectives: Collectives, group: Group) -> Tensor:
+        full = torch.zeros(num_ranks * CHUNK, dtype=dtype)
+        full.chunk(num_ranks)[group.index].fill_(group.index + 1)
+        collectives.all_gather(full, group).wait()
+        return full
+
+    for full in on_line(num_ranks, gather):
+        assert torch.equal(full, torch.arange(1, num_ranks + 1).repeat_interleave(CHUNK).to(dtype))
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_reduce_scatter_sums_in_the_wide_dtype(num_ranks: int, source: torch.dtype, wire: torch.dtype) -> None:
+    def reduce(collectives: Collectives, group: Group) -> Tensor:
+        out = torch.empty(CHUNK)
+        collectives.reduce_scatter(out, summand(group.index, num_ranks, source), group, wire).wait()
+        return out
+
+    reduced = torch.cat(on_line(num_ranks, reduce)).double()
+    rounding = 1e-6 if torch.bfloat16 not in (source, wire) or source == wire else 2**-8 * num_ranks
+    assert (reduced - total(num_ranks, source)).abs().max() <= rounding * 4
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_all_reduce_is_the_same_everywhere(num_ranks: int, wire: torch.dtype, in_place: bool) -> None:
+    def reduce(collectives: Collectives, group: Group) -> Tensor:
+        source = summand(group.index, num_ranks)
+        out = source if in_place else torch.empty_like(source)
+        collectives.all_reduce(out, source, group, wire).wait()
+        return out
+
+    results = on_line(num_ranks, reduce)
+    assert all(torch.equal(result, results[0]) for result in results)
+    tolerance = 1e-5 if wire == torch.float32 else 0.1
+    assert (results[0].double() - total(num_ranks, torch.float32)).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_broadcast_and_exchange(num_ranks: int) -> None:
+    def rank(world: sw.World) -> None:
+        tensor = torch.full((5,), float(world.rank))
+        world.collectives(tensor.device).broadcast(tensor, num_ranks - 1, world.everybody).wait()
+        assert tensor.tolist() == [num_ranks - 1] * 5
+        assert world.exchange(b"x" * world.rank) == [b"x" * other for other in range(num_ranks)]
+        assert world.exchange(b"") == [b""] * num_ranks
+        assert world.mean(float(world.rank)) == (num_ranks - 1) / 2
+        assert world.any_rank(world.rank == 0)
+        assert not world.any_rank(False)
+
+    run_ranks(num_ranks, rank)
+
+
+def test_lines_of_a_mesh_do_not_mix() -> None:
+    mesh = Mesh.of({"node": 2, "local": 3}, 6)
+
+    def rank(world: sw.World) -> tuple[list[float], list[float]]:
+        collectives = world.collectives(torch.device("cpu"))
+        sums = []
+        for axis in mesh.axes:
+            group = world.group(mesh, axis)
+            tensor = torch.full((6,), float(world.rank))
+            collectives.all_reduce(tensor, tensor, group, torch.float32).wait()
+            sums.append(tensor[:1].tolist())
+        return sums[0], sums[1]
+
+    for index, (over_node, over_local) in enumerate(run_ranks(6, rank)):
+        assert over_node == [2 * (index % 3) + 3]
+        assert over_local == [3.0 if index < 3 else 12.0]
+
+
+def test_a_message_that_never_comes_is_an_error() -> None:
+    def rank(world: sw.World) -> None:
+        if world.rank == 0:
+            world.barrier()
+
+    with pytest.raises(CommError, match="did not arrive"):
+        run_ranks(2, rank, timeout_seconds=0.2)
+
+
+def test_a_mesh_must_fit() -> None:
+    with pytest.raises(ConfigError, match="makes 6 ranks, but the world has 4"):
+        Mesh.of({"node": 2, "local": 3}, 4)
