@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardwise.errors import PlacementError, nearest
 from shardwise.mesh import Mesh
@@ -53,7 +54,7 @@ class Table:
         """What the update needs: the gradient of just the elements whose states lie here."""
         return replace(self.optim, tier=self.step)
 
-    @property
+    @cached_property
     def order(self) -> Axes:
         """The sharded axes; the one that splits a buffer first, into the largest pieces, foremost.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.mesh import Mesh
 from shardwise.placement import WIDTH, Axes, Dtype, Layout, Table
@@ -25,11 +26,11 @@ class FlatSpec:
     mesh: Mesh
     trainable: bool = True
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return Layout.of(self.numel, self.table.order, self.mesh)
 
-    @property
+    @cached_property
     def resident(self) -> bool:
         """The parameters lie here whole between steps: there is nothing to gather or free."""
         return self.table.param == self.table.full
@@ -44,7 +45,7 @@ class FlatSpec:
         """Bytes of this buffer on one rank when sharded over `shard`. The same on every rank."""
         return self.layout.span(shard, dict.fromkeys(self.layout.order, 0)).numel * WIDTH[dtype]
 
-    @property
+    @cached_property
     def full_bytes(self) -> int:
         return self.num_bytes((), self.table.compute)
 

@@ -158,7 +158,8 @@ class Hooks:
                 self._await_end()
                 flat.arrive(index, grad)
                 param.grad = None
-                self._close_backward(unit)
+                if flat.complete():
+                    self._close_backward(unit)
 
             handle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
             self._handles.append(handle)

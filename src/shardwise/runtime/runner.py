@@ -19,7 +19,6 @@ from shardwise.program import (
     AFTER_STEP,
     BEFORE_STEP,
     END_OF_BACKWARD,
-    Action,
     Moment,
     StepProgram,
     Trace,
@@ -95,7 +94,7 @@ class Runner:
             self._training.begin()
         moment = Moment("before", "forward", unit.name)
         block = self._script().take(moment)
-        self._run(block, moment, gather_due(unit.spec, moment, training=training))
+        self._run(block, moment, unit, training=training)
         self._make_sure(unit)
 
     def after_forward(self, unit: Unit, *, opaque: bool) -> None:
@@ -105,7 +104,7 @@ class Runner:
         block = self._script().take(moment)
         if unit.name in self._kept and self._is_training():
             return
-        self._run(block, moment, drop_due(unit.spec, moment, training=self._is_training()))
+        self._run(block, moment, unit, training=self._is_training())
 
     # -- events: backward -------------------------------------------------------------------------------
 
@@ -117,7 +116,7 @@ class Runner:
         self._open_backwards.add(unit.name)
         moment = Moment("before", "backward", unit.name)
         self._close_overdue(moment)
-        self._run(self._training.take(moment), moment, gather_due(unit.spec, moment))
+        self._run(self._training.take(moment), moment, unit)
         self._make_sure(unit)
 
     def after_backward(self, unit: Unit) -> None:
@@ -128,7 +127,7 @@ class Runner:
         block = self._training.take(moment)
         if block is None:
             self._settle_reductions()
-        self._run(block, moment, drop_due(unit.spec, moment))
+        self._run(block, moment, unit)
 
     def end_of_backward(self) -> None:
         """Everything back to rest: reductions done, gathered buffers freed; and learn from what was recorded."""
@@ -147,13 +146,14 @@ class Runner:
 
     # -- what events have in common ---------------------------------------------------------------------
 
-    def _run(self, block: BoundBlock | None, moment: Moment, due: tuple[Action, ...]) -> None:
-        """What the program has for `moment`; without a program what is `due` by the table, waited for at once."""
+    def _run(self, block: BoundBlock | None, moment: Moment, unit: Unit, *, training: bool = True) -> None:
+        """What the program has for `moment`; without one what is due by the table, waited for at once."""
         with self._reach.paused() if self._reach is not None else nullcontext():
             if block is not None:
                 block.run()
-            else:
-                self._executor.run(moment, serial(due))
+                return
+            due = gather_due if moment.edge == "before" else drop_due
+            self._executor.run(moment, serial(due(unit.spec, moment, training=training)))
 
     def _is_training(self) -> bool:
         """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
@@ -170,7 +170,7 @@ class Runner:
                 mover.wait_full()
             if flat.state is FullState.ABSENT:
                 moment = Moment("before", "forward", unit.name)
-                self._run(None, moment, gather_due(unit.spec, moment))
+                self._run(None, moment, unit)
 
     def _close_overdue(self, moment: Moment) -> None:
         """Parameters that took no part in this backward have no gradient to wait for.
@@ -199,8 +199,7 @@ class Runner:
         self._settle_reductions()
         for unit in reversed(self.units):
             if any(flat.has_partial_inbox() for flat in unit.flats):
-                moment = Moment("after", "backward", unit.name)
-                self._executor.run(moment, serial(drop_due(unit.spec, moment)))
+                self._run(None, Moment("after", "backward", unit.name), unit)
         self._free_all()
 
     def _free_all(self) -> None:
