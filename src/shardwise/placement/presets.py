@@ -89,12 +89,17 @@ def table_for(plan: Plan, mesh: Mesh) -> Table:
         edit = getattr(plan.rows, kind)
         edited = replace(place, **{"dtype": dtype, **{key: value for key, value in edit if value is not None}})
         mesh.require(edited.shard + edited.partial, f"Row {kind!r}")
+        if edited.tier != "device":
+            raise PlacementError(
+                f"Row {kind!r} lies on {edited.tier}, but this version keeps every row on the device. "
+                f"Leave out rows.{kind}.tier."
+            )
         if kind in ("param", "held") and edited.dtype != compute:
             raise PlacementError(
                 f"Row {kind!r} is {edited.dtype}, but forward and backward run in {compute}. "
                 f"Set precision={edited.dtype}, or leave out rows.{kind}.dtype."
             )
-        return edited
+        return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
 
     return Table(
         axes=mesh.axes,
@@ -105,3 +110,8 @@ def table_for(plan: Plan, mesh: Mesh) -> Table:
         compute=compute,
         wire=plan.wire.grad or compute,
     )
+
+
+def _in_order(axes: Axes, mesh: Mesh) -> Axes:
+    """The order in which a plan names axes means nothing."""
+    return tuple(sorted(axes, key=mesh.axes.index))
