@@ -15,6 +15,7 @@ from shardwise.program import FlatSpec, Moment, Trace, UnitSpec
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 AXES = ("pod", "node", "local")
+ONE, TWO = Mesh(("dp",), (4,)), Mesh(("node", "local"), (2, 2))
 DTYPES = st.sampled_from(sorted(WIDTH))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import meshes, shards, tables, with_dtypes
+from drawn import ONE, TWO, meshes, shards, tables, with_dtypes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -280,9 +280,6 @@ def program_of(table: Table) -> dict[str, str]:
     """What a table moves, silent moments left out."""
     lines = {moment: said(moves(source, target, table.order)) for moment, source, target in transitions(table)}
     return {moment: line for moment, line in lines.items() if line}
-
-
-ONE, TWO = Mesh(("dp",), (4,)), Mesh(("node", "local"), (2, 2))
 
 
 @pytest.mark.parametrize(

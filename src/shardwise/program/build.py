@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from shardwise.placement import WIDTH, Move, Place, moves
@@ -26,25 +26,29 @@ Actions = tuple[Action, ...]
 def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True) -> Program:
     """One micro-batch: forward and backward, or only forward if not `training`.
 
-    A unit that is dropped and needed again with nothing else in between is not dropped at all.
+    A unit that is dropped and needed again with nothing else in between is not dropped at all. What a
+    forward held is used up by the next use, forward or backward; a backward holds nothing.
     """
     by_name = {unit.name: unit for unit in units}
     ready: set[str] = set()
+    held: set[str] = set()
     blocks = []
     for index, moment in enumerate(trace):
         unit = by_name[moment.unit]
         if moment.edge == "before":
-            due = () if unit.name in ready else gather_due(unit, moment, training=training)
+            due = () if unit.name in ready else _gather(unit, from_held=unit.name in held)
             ready.add(unit.name)
+            held.discard(unit.name)
         elif moment.phase == "forward" and _next_use(trace, index, ready) == unit.name:
             due = ()
         else:
             due = drop_due(unit, moment, training=training)
             ready.discard(unit.name)
+            if training and moment.phase == "forward":
+                held.add(unit.name)
         blocks.append(Block(moment, due))
     if training:
-        left = tuple(action for unit in units if unit.name in ready for action in _free(unit))
-        blocks.append(Block(END_OF_BACKWARD, left))
+        blocks.append(Block(END_OF_BACKWARD, _left_whole(units, ready, held)))
     return tuple(blocks)
 
 
@@ -63,21 +67,16 @@ def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
 
 def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
     """What makes `unit` whole before it computes."""
-    held = training and moment.phase == "backward"
-    due: list[Action] = []
-    for flat in unit.flats:
-        source = flat.table.held if held else flat.table.param
-        due += _acted(flat, "held" if _has_held_buffer(flat) and held else "param", source, flat.table.full)
-    return tuple(due)
+    return _gather(unit, from_held=training and moment.phase == "backward")
 
 
 def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
     """What is due once `unit` has computed: its parameters go, and its gradients come in."""
     if moment.phase == "backward":
         reductions = [action for flat in unit.flats if flat.trainable for action in reduce_due(flat)]
-        return (*_free(unit), *reductions)
+        return (*_free(unit.flats), *reductions)
     if not training:
-        return _free(unit)
+        return _free(unit.flats)
     due: list[Action] = []
     for flat in unit.flats:
         if flat.resident or flat.table.held == flat.table.full:
@@ -107,8 +106,28 @@ def _has_held_buffer(flat: FlatSpec) -> bool:
     return flat.table.held not in (flat.table.param, flat.table.full)
 
 
-def _free(unit: UnitSpec) -> Actions:
-    return tuple(Action("free", flat.name, "full") for flat in unit.flats if not flat.resident)
+def _gather(unit: UnitSpec, *, from_held: bool) -> Actions:
+    due: list[Action] = []
+    for flat in unit.flats:
+        if flat.resident:
+            continue
+        source = flat.table.held if from_held else flat.table.param
+        due += _acted(flat, "held" if _has_held_buffer(flat) and from_held else "param", source, flat.table.full)
+    return tuple(due)
+
+
+def _free(flats: Iterable[FlatSpec]) -> Actions:
+    return tuple(Action("free", flat.name, "full") for flat in flats if not flat.resident)
+
+
+def _left_whole(units: Sequence[UnitSpec], ready: Container[str], held: Container[str]) -> Actions:
+    """What no backward has freed: units that took no part in it."""
+    return _free(
+        flat
+        for unit in units
+        for flat in unit.flats
+        if unit.name in ready or (unit.name in held and flat.table.held == flat.table.full)
+    )
 
 
 def _next_use(trace: Trace, index: int, ready: set[str]) -> str | None:
