@@ -54,7 +54,7 @@ class AdoptedOptimizer:
         state = dict(optimizer.state)
         optimizer.state.clear()
         for group in optimizer.param_groups:
-            group["params"] = [by_param[param].tensor for param in group["params"]]
+            group["params"] = [by_param[param].tensor if param in by_param else param for param in group["params"]]
         for param, entry in state.items():
             optimizer.state[by_param[param].tensor] = _sliced(entry, by_param[param])
         self._handles = [
@@ -96,6 +96,8 @@ def _pieces(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[Pie
     pieces = []
     for group in optimizer.param_groups:
         for param in group["params"]:
+            if param not in homes:  # of an integer dtype: it lies in no flat buffer and has no gradient
+                continue
             flat, index = homes[param]
             slot = flat.slots[index]
             if flat.spec.trainable:

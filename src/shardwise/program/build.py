@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.placement import WIDTH, Move, Place, moves
@@ -26,29 +26,34 @@ Actions = tuple[Action, ...]
 def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True) -> Program:
     """One micro-batch: forward and backward, or only forward if not `training`.
 
-    A unit that is dropped and needed again with nothing else in between is not dropped at all. What a
-    forward held is used up by the next use, forward or backward; a backward holds nothing.
+    What is whole already is not gathered again, and a unit that would be dropped and is needed again with
+    nothing else in between is not dropped at all.
     """
     by_name = {unit.name: unit for unit in units}
-    ready: set[str] = set()
+    whole = {flat.name for unit in units for flat in unit.flats if flat.resident}
     held: set[str] = set()
     blocks = []
     for index, moment in enumerate(trace):
         unit = by_name[moment.unit]
+        names = {flat.name for flat in unit.flats}
+        due: Actions = ()
         if moment.edge == "before":
-            due = () if unit.name in ready else _gather(unit, from_held=unit.name in held)
-            ready.add(unit.name)
-            held.discard(unit.name)
-        elif moment.phase == "forward" and _next_use(trace, index, ready) == unit.name:
-            due = ()
-        else:
-            due = drop_due(unit, moment, training=training)
-            ready.discard(unit.name)
-            if training and moment.phase == "forward":
-                held.add(unit.name)
+            missing = tuple(flat for flat in unit.flats if flat.name not in whole)
+            due = tuple(action for flat in missing for action in _gather(flat, from_held=flat.name in held))
+            whole |= names
+            held -= names
+        elif moment.phase == "backward" or not _is_next(by_name, trace, index, whole):
+            due = tuple(
+                action
+                for action in drop_due(unit, moment, training=training)
+                if action.flat in whole or action.subject == "grad"
+            )
+        whole -= {action.flat for action in due if action.verb == "free"}
+        held |= {action.flat for action in due if action.verb == "slice"}
         blocks.append(Block(moment, due))
     if training:
-        blocks.append(Block(END_OF_BACKWARD, _left_whole(units, ready, held)))
+        left = [flat.name for unit in units for flat in unit.flats if flat.name in whole and not flat.resident]
+        blocks.append(Block(END_OF_BACKWARD, tuple(Action("free", name, "full") for name in left)))
     return tuple(blocks)
 
 
@@ -67,16 +72,27 @@ def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
 
 def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
     """What makes `unit` whole before it computes."""
-    return _gather(unit, from_held=training and moment.phase == "backward")
+    in_backward = training and moment.phase == "backward"
+    return tuple(
+        action
+        for flat in unit.flats
+        for action in _gather(flat, from_held=in_backward and _has_held_buffer(flat))
+    )
+
+
+def _gather(flat: FlatSpec, *, from_held: bool) -> Actions:
+    if from_held:
+        return _acted(flat, "held", flat.table.held, flat.table.full)
+    return _acted(flat, "param", flat.table.param, flat.table.full)
 
 
 def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
     """What is due once `unit` has computed: its parameters go, and its gradients come in."""
     if moment.phase == "backward":
         reductions = [action for flat in unit.flats if flat.trainable for action in reduce_due(flat)]
-        return (*_free(unit.flats), *reductions)
+        return (*_free(unit), *reductions)
     if not training:
-        return _free(unit.flats)
+        return _free(unit)
     due: list[Action] = []
     for flat in unit.flats:
         if flat.resident or flat.table.held == flat.table.full:
@@ -106,35 +122,19 @@ def _has_held_buffer(flat: FlatSpec) -> bool:
     return flat.table.held not in (flat.table.param, flat.table.full)
 
 
-def _gather(unit: UnitSpec, *, from_held: bool) -> Actions:
-    due: list[Action] = []
-    for flat in unit.flats:
-        if flat.resident:
-            continue
-        source = flat.table.held if from_held else flat.table.param
-        due += _acted(flat, "held" if _has_held_buffer(flat) and from_held else "param", source, flat.table.full)
-    return tuple(due)
+def _free(unit: UnitSpec) -> Actions:
+    return tuple(Action("free", flat.name, "full") for flat in unit.flats if not flat.resident)
 
 
-def _free(flats: Iterable[FlatSpec]) -> Actions:
-    return tuple(Action("free", flat.name, "full") for flat in flats if not flat.resident)
-
-
-def _left_whole(units: Sequence[UnitSpec], ready: Container[str], held: Container[str]) -> Actions:
-    """What no backward has freed: units that took no part in it."""
-    return _free(
-        flat
-        for unit in units
-        for flat in unit.flats
-        if unit.name in ready or (unit.name in held and flat.table.held == flat.table.full)
-    )
-
-
-def _next_use(trace: Trace, index: int, ready: set[str]) -> str | None:
-    """The unit that has to be whole next after `trace[index]`; others that are whole already do not count."""
+def _is_next(by_name: Mapping[str, UnitSpec], trace: Trace, index: int, whole: set[str]) -> bool:
+    """Whether the unit of `trace[index]` is the next that has to be made whole; those that are do not count."""
     here = trace[index].unit
-    later = (moment.unit for moment in trace[index + 1 :] if moment.edge == "before")
-    return next((unit for unit in later if unit == here or unit not in ready), None)
+    for moment in trace[index + 1 :]:
+        if moment.edge == "before" and moment.unit == here:
+            return True
+        if moment.edge == "before" and any(flat.name not in whole for flat in by_name[moment.unit].flats):
+            return False
+    return False
 
 
 def _acted(flat: FlatSpec, subject: Subject, source: Place, target: Place) -> Actions:

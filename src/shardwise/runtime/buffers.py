@@ -16,7 +16,8 @@ class BufferSync:
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
         self._buffers = dict(model.named_buffers())
-        self._versions = {name: buffer._version for name, buffer in self._buffers.items()}
+        # Kept until the first step. Version counters would do, but batch norm changes its statistics without them.
+        self._before = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
         self._changed: list[torch.Tensor] | None = None
 
     @property
@@ -25,7 +26,8 @@ class BufferSync:
 
     def learn(self) -> int:
         """Settle which buffers are kept the same; returns the bytes that a step sends for it. All ranks call."""
-        mine = [name for name, buffer in self._buffers.items() if buffer._version != self._versions[name]]
+        mine = [name for name, buffer in self._buffers.items() if not torch.equal(buffer, self._before[name])]
+        self._before.clear()
         said = self._world.exchange(json.dumps(mine).encode()) if self._buffers else []
         names = sorted({name for message in said for name in json.loads(message)})
         self._changed = [self._buffers[name] for name in names]

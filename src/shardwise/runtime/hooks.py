@@ -54,16 +54,15 @@ class Hooks:
         self._units = units
         self._uses = {unit.name: _Use() for unit in units}
         self._awaits_end = False
-        self._handles: list[RemovableHandle] = [
-            root.register_forward_pre_hook(self._enter_root, prepend=True),
-        ]
+        self._root = root
+        self._handles: list[RemovableHandle] = []
+        self._root_handles: list[RemovableHandle] = []
         for unit in units:
             for site in unit.sites:
                 self.add_site(unit, site)
             for flat in unit.flats:
                 if flat.spec.trainable:
                     self._watch_params(unit, flat)
-        self._handles.append(root.register_forward_hook(self._leave_root, always_call=True))
 
     def add_site(self, unit: Unit, site: nn.Module) -> None:
         """Gather `unit` before `site` runs."""
@@ -76,11 +75,22 @@ class Hooks:
 
         self._handles.append(site.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(site.register_forward_hook(after, always_call=True))
+        self._hook_root()
+
+    def _hook_root(self) -> None:
+        """The root is entered before and left after anything else that hangs on it, a site of a unit perhaps."""
+        for handle in self._root_handles:
+            handle.remove()
+        self._root_handles = [
+            self._root.register_forward_pre_hook(self._enter_root, prepend=True),
+            self._root.register_forward_hook(self._leave_root, always_call=True),
+        ]
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._root_handles):
             handle.remove()
         self._handles.clear()
+        self._root_handles.clear()
 
     # -- forward ----------------------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class Runner:
         self._evaluation = Script()
         self._in_pass = False
         self._in_evaluation = False
+        self._is_training_root: bool | None = None
         self._open_backwards: set[str] = set()
         self._kept: set[str] = set()
         self._model = model
@@ -73,6 +74,7 @@ class Runner:
 
     def enter_root(self) -> None:
         training = torch.is_grad_enabled()
+        self._is_training_root = training
         if not training:
             self._in_evaluation = True
             self._evaluation.begin()
@@ -83,12 +85,11 @@ class Runner:
 
     def leave_root(self) -> None:
         self._look_away()
-        if torch.is_grad_enabled() and not self._in_evaluation:
-            return
+        self._is_training_root = None
         self._end_evaluation()
 
     def before_forward(self, unit: Unit) -> None:
-        training = torch.is_grad_enabled()
+        training = self._is_training()
         if training and not self._in_pass:
             self._in_pass = True
             self._training.begin()
@@ -102,9 +103,9 @@ class Runner:
             self._kept.add(unit.name)
         moment = Moment("after", "forward", unit.name)
         block = self._script().take(moment)
-        if unit.name in self._kept and not self._in_evaluation:
+        if unit.name in self._kept and self._is_training():
             return
-        self._run(block, moment, drop_due(unit.spec, moment, training=not self._in_evaluation))
+        self._run(block, moment, drop_due(unit.spec, moment, training=self._is_training()))
 
     # -- events: backward -------------------------------------------------------------------------------
 
@@ -154,8 +155,12 @@ class Runner:
             else:
                 self._executor.run(moment, serial(due))
 
+    def _is_training(self) -> bool:
+        """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
+        return torch.is_grad_enabled() if self._is_training_root is None else self._is_training_root
+
     def _script(self) -> Script:
-        return self._evaluation if self._in_evaluation or not torch.is_grad_enabled() else self._training
+        return self._training if self._is_training() else self._evaluation
 
     def _make_sure(self, unit: Unit) -> None:
         """`unit` is whole when it computes, whatever the program thought."""

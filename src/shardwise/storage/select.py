@@ -134,7 +134,7 @@ def _by_name(model: nn.Module, patterns: tuple[str, ...]) -> Selection:
     modules = dict(model.named_modules())
     found: Selection = {}
     for pattern in patterns:
-        matches = {path: module for path, module in modules.items() if fnmatch.fnmatchcase(path, pattern) and path}
+        matches = {path: module for path, module in modules.items() if path and _matches(path, pattern)}
         if not matches:
             raise ConfigError(f"units names {pattern!r}, but the model has no such module. {nearest(pattern, modules)}")
         found.update({path: module for path, module in matches.items() if _numel(module)})
@@ -142,6 +142,12 @@ def _by_name(model: nn.Module, patterns: tuple[str, ...]) -> Selection:
     if nested:
         raise ConfigError(f"units names {nested[0]!r} and also a module around it; a parameter has one unit.")
     return found
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Part by part: `h.*` names the blocks `h.0`, `h.1`, and not what is inside them."""
+    parts, patterns = path.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _by_size(module: nn.Module, path: str, min_numel: int) -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,62 @@
+# Everything that people and CI run. `make help` lists it.
+
+PYTHON ?= python3
+NPROC  ?= 2
+PLAN   ?= zero3
+STEPS  ?=
+OUT    ?= runs/stdlib_gpt
+ARGS   ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SETTLED := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help test lint types floors train clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+test: lint types floors ## all that has to pass before anything lands
+	$(BIN)/pytest
+
+lint: .venv/.test ## style, by ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.test ## types, by mypy
+	$(BIN)/mypy
+
+floors: .venv/.test ## who may import whom, by import-linter
+	$(BIN)/lint-imports
+
+train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/stdlib_gpt ARGS="..."
+	@echo "Training examples/stdlib_gpt on $(NPROC) ranks with the plan $(PLAN), into $(OUT)."
+	@exec $(BIN)/shardwise launch --nproc $(NPROC) examples/stdlib_gpt/train.py \
+	  --plan $(PLAN) $(if $(STEPS),--steps $(STEPS)) --out $(OUT) $(ARGS)
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find src tests examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# --- what the targets stand on ----------------------------------------------------------------
+# A stamp is written last: what is interrupted is done again, what is done costs nothing. torch comes
+# in under constraints.txt alone, which pins the version that tests and the main job are held to.
+
+.venv/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "shardwise needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Making .venv with $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.test: .venv/.made $(SETTLED)
+	@echo "Installing shardwise with what its tests need into .venv (once; torch takes a while)."
+	@$(PIP) install -c constraints.txt -e '.[test]'
+	@touch .venv/.train $@
+
+.venv/.train: .venv/.made $(SETTLED)
+	@echo "Installing shardwise with what the example needs into .venv (once; torch takes a while)."
+	@$(PIP) install -c constraints.txt -e '.[plot]'
+	@touch $@

@@ -1,0 +1,101 @@
+"""What the job tells: progress, record, curve, and at the end a table. Rank 0 speaks for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+import shardwise as sw
+from shardwise.monitor import Progress, RunRecord, plot_loss, process_memory
+from shardwise.units import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.engine import MemoryReport
+
+KINDS = {
+    "param": "parameters",
+    "grad": "gradients",
+    "optim": "optimizer states",
+    "working": "at work in a step",
+}
+
+
+class Report:
+    """Use it in a `with`. Every rank may call everything; ranks other than 0 stay silent."""
+
+    def __init__(self, folder: Path, plan: sw.Plan, world: sw.World, *, total: int, resumed_step: int | None) -> None:
+        self.folder = folder
+        self._speaks = world.rank == 0
+        self._console = Console(highlight=False, quiet=not self._speaks)
+        self._progress = Progress(total, resumed_step or 0, console=self._console)
+        self._record = self._open_record(plan.model_dump(mode="json"), world.size, resumed_step)
+
+    def __enter__(self) -> Report:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.__exit__()
+        if self._record is not None:
+            self._record.close()
+
+    def note(self, text: str) -> None:
+        self._progress.note(text)
+
+    def step(self, step: int, *, loss: float, batch_tokens: int, **more: Any) -> None:
+        """`step` steps are done; `loss` and `batch_tokens` are those of the last one, over all ranks."""
+        if self._record is not None:
+            self._record.write("step", step=step, loss=loss, tokens=step * batch_tokens, **more)
+        self._progress.update(step, loss=loss, tokens=batch_tokens, memory_bytes=process_memory().now_bytes)
+
+    def validation(self, step: int, loss: float) -> None:
+        if self._record is not None:
+            self._record.write("validation", step=step, loss=loss)
+        self.note(f"step {step}: validation loss {loss:.3f}")
+
+    def curve(self) -> None:
+        """Draw the loss curve; without matplotlib, say what is missing."""
+        if not self._speaks:
+            return
+        try:
+            self.note(f"loss curve: {plot_loss(self._record_path, self.folder / 'loss.png')}")
+        except sw.ShardwiseError as missing:
+            self.note(str(missing))
+
+    def sample(self, text: bytes) -> None:
+        """What the model wrote; bytes that are no text are shown as dots, lest they command the terminal."""
+        letters = text.decode("utf-8", errors="replace")
+        shown = "".join(letter if letter.isprintable() or letter == "\n" else "·" for letter in letters)
+        self._console.print(Panel(Text(shown), title="a sample", title_align="left", border_style="dim"))
+
+    def memory(self, memory: MemoryReport) -> None:
+        """What the plan promised, what came of it, and what copies on every rank would have taken."""
+        table = Table(title="Memory per rank", title_justify="left", title_style="bold")
+        table.add_column()
+        for name in ("promised by the plan", "measured", "if replicated"):
+            table.add_column(name, justify="right")
+        for kind, label in KINDS.items():
+            columns = (memory.promised, memory.measured, memory.replicated)
+            table.add_row(label, *(format_bytes(column.get(kind, 0)) for column in columns))
+        table.add_section()
+        totals = (memory.promised_total, memory.measured_total, memory.replicated_total)
+        table.add_row("in all", *(format_bytes(total) for total in totals), style="bold")
+        self._console.print(table)
+        peak = format_bytes(process_memory().peak_bytes)
+        self.note(f"The whole process, with Python, torch and activations: {peak} at most.")
+
+    @property
+    def _record_path(self) -> Path:
+        return self.folder / "record.jsonl"
+
+    def _open_record(self, plan: dict[str, Any], world_size: int, step: int | None) -> RunRecord | None:
+        if not self._speaks:
+            return None
+        if step is None:
+            return RunRecord.start(self._record_path, plan=plan, world_size=world_size)
+        return RunRecord.resume(self._record_path, step=step, plan=plan, world_size=world_size)

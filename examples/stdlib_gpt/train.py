@@ -1,0 +1,230 @@
+"""The main job: a small GPT learns to write Python, sharded over however many processes there are.
+
+    shardwise launch --nproc 2 examples/stdlib_gpt/train.py
+
+Leaves a record, a loss curve and checkpoints in runs/stdlib_gpt. Ctrl-C saves and leaves; the same
+command goes on from there, on as many processes as you like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import shardwise as sw
+from corpus import Batches, Corpus, stdlib_folder
+from model import ByteGPT, ModelSize, decay_groups, generate
+from report import Report
+from shardwise.errors import ConfigError
+from shardwise.launch import StopRequest
+
+CORPUS_BYTES = 8 * 2**20
+JOB_PLAN = {"precision": "bf16", "clip_grad_norm": "1.0"}  # where neither --plan nor --set says anything
+WARMUP_SHARE, FINAL_LR_SHARE = 0.05, 0.1
+VALIDATION_BATCHES = 4
+PROMPT, SAMPLE_BYTES, TEMPERATURE = b"def ", 300, 0.8
+INTERRUPTED = 130  # what a shell reports of a command that was ended by Ctrl-C
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every rank builds alike; only `world.rank` differs."""
+
+    args: argparse.Namespace
+    world: sw.World
+    plan: sw.Plan
+    model: ByteGPT
+    engine: sw.Engine
+    scheduler: LambdaLR
+    train: Batches
+    validation: Batches
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.args.out) / "checkpoints"
+
+
+def main() -> int:
+    args = parse_arguments()
+    with StopRequest() as stop, sw.World.join() as world:
+        run = build(args, world)
+        with closing(run.engine):
+            done = resume(run)
+            with Report(Path(args.out), run.plan, world, total=args.steps, resumed_step=done) as report:
+                finished = train(run, done or 0, stop, report)
+            return finish(run, stop, report) if finished else INTERRUPTED
+
+
+def build(args: argparse.Namespace, world: sw.World) -> Run:
+    """Text, model, optimizer and schedule as in any script; then the engine that shards them."""
+    plan = load_plan(args)
+    if args.batch % (world.size * plan.accumulate):
+        raise ConfigError(
+            f"--batch {args.batch} does not divide among {world.size} ranks with {plan.accumulate} "
+            f"micro-batches each. Give a multiple of {world.size * plan.accumulate}."
+        )
+    corpus = Corpus.of_folder(Path(args.text), CORPUS_BYTES)
+    torch.manual_seed(args.seed)
+    model = ByteGPT(ModelSize(args.layers, args.width, args.heads, args.context))
+    optimizer = torch.optim.AdamW(decay_groups(model, weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95))
+    engine = sw.shard(model, plan, optimizer=optimizer, world=world)
+    return Run(
+        args=args,
+        world=world,
+        plan=plan,
+        model=model,
+        engine=engine,
+        scheduler=LambdaLR(optimizer, lambda step: lr_share(step, args.steps)),
+        train=Batches(corpus.train, args.batch, args.context, args.seed),
+        validation=Batches(corpus.validation, args.batch, args.context, seed=0),
+    )
+
+
+def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
+    """All steps after `done`. False if somebody asked to stop; what was done is saved either way."""
+    steps = run.args.steps
+    if done >= steps:
+        report.note(f"All {steps} steps are done. For more give a larger --steps; to start over, --fresh.")
+    elif done:
+        report.note(f"Going on after step {done} of {steps}, from {run.checkpoints}.")
+    for step in range(done + 1, steps + 1):
+        started = time.perf_counter()
+        lr = run.scheduler.get_last_lr()[0]
+        loss, norm = train_step(run, step)
+        seconds = time.perf_counter() - started
+        report.step(
+            step,
+            loss=loss,
+            batch_tokens=run.train.rows * run.train.context,
+            lr=lr,
+            norm=norm,
+            seconds=seconds,
+        )
+        stopping = run.engine.any_rank(stop.requested)
+        if stopping or step == steps or step % run.args.save_every == 0:
+            save(run, step)
+        if stopping and step < steps:
+            report.note(f"Stopped and saved after step {step}. The same command goes on from there.")
+            return False
+        if step == steps or step % run.args.validate_every == 0:
+            report.validation(step, validate(run))
+    return True
+
+
+def train_step(run: Run, step: int) -> tuple[float, float | None]:
+    """One optimizer step; the mean loss over all ranks, and the norm of the gradient if it is clipped."""
+    x, y = run.train.batch(step, run.world.rank, run.world.size)
+    losses = []
+    for micro_x, micro_y in zip(x.chunk(run.plan.accumulate), y.chunk(run.plan.accumulate), strict=True):
+        loss = run.engine(micro_x, micro_y)
+        run.engine.backward(loss)
+        losses.append(loss.item())
+    norm = run.engine.step()
+    run.scheduler.step()
+    return run.engine.mean(sum(losses) / len(losses)), norm
+
+
+def validate(run: Run) -> float:
+    """The mean loss over the same few batches of held-out files, every time."""
+    losses = []
+    with torch.no_grad():
+        for step in range(VALIDATION_BATCHES):
+            x, y = run.validation.batch(step, run.world.rank, run.world.size)
+            losses.append(run.model(x, y).item())
+    return run.engine.mean(sum(losses) / len(losses))
+
+
+def finish(run: Run, stop: StopRequest, report: Report) -> int:
+    """The curve, a sample of what the model writes, and the memory that all this took."""
+    report.curve()
+    text = bytearray(PROMPT)
+    for byte in generate(run.model, PROMPT, SAMPLE_BYTES, TEMPERATURE, run.args.seed):
+        text.append(byte)
+        if run.engine.any_rank(stop.requested):
+            return INTERRUPTED
+    report.sample(bytes(text))
+    report.memory(run.engine.memory())
+    return 0
+
+
+def save(run: Run, step: int) -> None:
+    state = {"job": identity(run), "scheduler": run.scheduler.state_dict()}
+    run.engine.save(run.checkpoints, step=step, state=state)
+
+
+def resume(run: Run) -> int | None:
+    """How many steps the last checkpoint has behind it, everything restored; None for a fresh start."""
+    if run.args.fresh and run.world.rank == 0:
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
+    run.world.barrier()  # nobody looks for checkpoints before rank 0 has cleared them away
+    resumed = run.engine.resume(run.checkpoints)
+    if resumed is None:
+        return None
+    for name, value in identity(run).items():
+        was = resumed.state["job"][name]
+        if was != value:
+            raise ConfigError(
+                f"The run in {run.args.out} was started with {name} {was}, not {value}. "
+                f"Give what it was, another --out, or --fresh to start over."
+            )
+    run.scheduler.load_state_dict(resumed.state["scheduler"])
+    return int(resumed.step)
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """What must not change while a run lasts, lest its loss curve be that of two runs."""
+    args = run.args
+    return {"seed": args.seed, "batch": args.batch, "lr": args.lr, **asdict(run.model.size)}
+
+
+def load_plan(args: argparse.Namespace) -> sw.Plan:
+    """The plan as given, with this job's wishes where it says nothing."""
+    plan = sw.load_plan(args.plan, overrides=tuple(args.set))
+    wishes = (f"{key}={value}" for key, value in JOB_PLAN.items() if plan.origin(key) == "default")
+    return sw.load_plan(args.plan, overrides=(*wishes, *args.set))
+
+
+def lr_share(step: int, steps: int) -> float:
+    """Linear warm-up, then half a cosine down to a tenth (Loshchilov and Hutter 2017)."""
+    warmup = max(1, round(WARMUP_SHARE * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def parse_arguments() -> argparse.Namespace:
+    size = ModelSize()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("--plan", default="zero3", help="a preset or a plan file (default: zero3)")
+    option("--set", action="append", default=[], metavar="KEY=VALUE", help="change the plan: precision=fp32")
+    option("--steps", type=int, default=400, help="optimizer steps in all (default: 400)")
+    option("--batch", type=int, default=16, help="rows of a step over all ranks (default: 16)")
+    option("--lr", type=float, default=1e-3, help="largest learning rate (default: 1e-3)")
+    option("--seed", type=int, default=0, help="of weights, batches and sample (default: 0)")
+    option("--out", default="runs/stdlib_gpt", help="folder of the run (default: runs/stdlib_gpt)")
+    option("--save-every", type=int, default=100, help="steps between checkpoints (default: 100)")
+    option("--validate-every", type=int, default=50, help="steps between validations (default: 50)")
+    option("--fresh", action="store_true", help="start over, whatever --out has")
+    option("--text", default=stdlib_folder(), help="folder of *.py (default: Python's standard library)")
+    for name, value in asdict(size).items():
+        option(f"--{name}", type=int, default=value, help=f"of the model (default: {value})")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(f"train.py: {error}")

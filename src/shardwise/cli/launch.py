@@ -1,0 +1,70 @@
+"""`shardwise launch`: a script on several ranks of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+
+from shardwise import launch
+from shardwise.launch.job import Job, describe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `shardwise launch`; those after the script are the script's."""
+    option = parser.add_argument
+    option("--nproc", type=int, metavar="N", help="ranks to start (default: one for each GPU, else 1)")
+    option("--port", type=int, metavar="P", help="port at which ranks meet (default: a free one)")
+    option(
+        "--max-restarts", type=int, default=0, metavar="N", help="new attempts after a failure (default: 0)"
+    )
+    option("--threads", type=int, metavar="N", help="threads for each rank (default: cores / ranks)")
+    option("--log-dir", type=Path, metavar="DIR", help="also write each rank's stdout and stderr there")
+    option(
+        "--timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="what ranks get to end by themselves after a signal or a failure (default: 10)",
+    )
+    option("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    option("-m", "--module", action="store_true", help="run a module, as `python -m` does")
+    # PARSER is REMAINDER that wants at least one and leaves a "--" among the script's own alone
+    option("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job and return its exit status; raises ShardwiseError for a job that cannot start."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch has to warn about, the ranks' torch says too
+        try:
+            return _run(args)
+        except KeyboardInterrupt:
+            return 130  # before any rank was started; from then on the supervisor handles signals
+
+
+def _run(args: argparse.Namespace) -> int:
+    job = _job(args, nproc=1 if args.nproc is None else args.nproc)
+    job.check()
+    with launch.listen(job.port) as listener:  # both before torch is imported: a mistake is told at once
+        num_gpus = launch.count_gpus()
+        if args.nproc is None:
+            job = _job(args, nproc=max(1, num_gpus))
+        if args.dry_run:
+            print(describe(job, on_cpu=num_gpus == 0))
+            return 0
+        return launch.supervise(job, listener, on_cpu=num_gpus == 0)
+
+
+def _job(args: argparse.Namespace, nproc: int) -> Job:
+    command = args.command[1:] if args.command[0] == "--" else args.command
+    return Job(
+        command=tuple(command),
+        nproc=nproc,
+        is_module=args.module,
+        port=args.port,
+        max_restarts=args.max_restarts,
+        threads=args.threads,
+        log_dir=args.log_dir,
+        grace_seconds=args.timeout,
+    )

@@ -1,0 +1,86 @@
+"""`shardwise VERB ...`: finds the verb's module, imports only that one, and ends with a status.
+
+A verb's module has `add_arguments(parser)` and `run(args) -> int`. Nothing heavy is imported here, so
+that `shardwise --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from shardwise.errors import ShardwiseError, nearest
+from shardwise.version import __version__
+
+VERBS = {
+    "launch": ("shardwise.cli.launch", "run a training script, one process per rank"),
+    "explain": ("shardwise.cli.explain", "print the table and the program that a plan becomes"),
+    "doctor": ("shardwise.cli.doctor", "check this machine, and say how to mend what is wrong"),
+}
+
+USAGE_STATUS = 2
+INTERRUPTED_STATUS = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 2 refused, 130 interrupted, else the verb's own."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except ShardwiseError as error:
+        if os.environ.get("SHARDWISE_TRACEBACK") == "1":
+            traceback.print_exc()
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS
+    except SystemExit as end:  # argparse has printed its help, its version or its letter
+        return end.code if isinstance(end.code, int) else 0
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments:
+        print(_top_parser().format_help(), end="")
+        return USAGE_STATUS
+    if arguments[0].startswith("-"):
+        _top_parser().parse_args(arguments)
+    verb, *rest = arguments
+    if verb not in VERBS:
+        return _refuse(f"there is no verb {verb!r}. {nearest(verb, VERBS)} See shardwise --help.")
+    module_name, summary = VERBS[verb]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(
+        prog=f"shardwise {verb}", description=_sentence(summary), allow_abbrev=False
+    )
+    module.add_arguments(parser)
+    status: int = module.run(parser.parse_args(rest))
+    return status
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS))
+    parser = argparse.ArgumentParser(
+        prog="shardwise",
+        usage="shardwise [--help] [--version] VERB ...",
+        description="Train PyTorch models that do not fit.",
+        epilog="verbs:\n"
+        + "".join(f"  {verb:<{width}}  {summary}\n" for verb, (_, summary) in VERBS.items())
+        + "\n`shardwise VERB --help` tells what a verb takes.\n"
+        + "SHARDWISE_TRACEBACK=1 in the environment shows where an error arose.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
+    return parser
+
+
+def _refuse(letter: str) -> int:
+    print(f"shardwise: {letter}", file=sys.stderr)
+    return USAGE_STATUS
+
+
+def _sentence(summary: str) -> str:
+    return summary[0].upper() + summary[1:] + "."

@@ -1,0 +1,67 @@
+"""Two processes meet over loopback and add two numbers: whether ranks on this machine can talk at all.
+
+This is the parent, which needs no torch; each rank runs `meeting_rank.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_RANKS = 2
+RANK_PROGRAM = (sys.executable, "-m", "shardwise.cli.meeting_rank")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How it went: `trouble` is empty if the sum was right."""
+
+    seconds: float
+    trouble: str = ""
+
+
+def meet(timeout_seconds: float, program: Sequence[str] = RANK_PROGRAM) -> Meeting:
+    """Start both ranks, wait for both, and leave none behind. `program` is what a test replaces."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as folder:
+        outputs = [Path(folder) / f"rank{rank}" for rank in range(NUM_RANKS)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, output in enumerate(outputs):
+                command = [*program, str(rank), folder, str(timeout_seconds)]
+                with output.open("wb") as sink:
+                    ranks.append(subprocess.Popen(command, stdout=sink, stderr=sink, env=_environment()))
+            trouble = _wait(ranks, outputs, started + timeout_seconds)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    return Meeting(time.monotonic() - started, trouble)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], outputs: list[Path], deadline: float) -> str:
+    while any(process.poll() is None for process in ranks):
+        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+        if failed:
+            break
+        if time.monotonic() > deadline:
+            return "the two processes did not meet in time"
+        time.sleep(0.02)
+    for rank, process in enumerate(ranks):
+        if process.poll():
+            said = outputs[rank].read_text(errors="replace").strip().splitlines()
+            return f"rank {rank} ended with status {process.returncode}: {said[-1] if said else 'no word'}"
+    return ""
+
+
+def _environment() -> dict[str, str]:
+    """The children find this very package, however the parent found it."""
+    here = str(Path(__file__).resolve().parents[2])
+    paths = [here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,0 +1,150 @@
+"""Elastic's agent with our own hands: how ranks are started, watched and ended.
+
+Elastic keeps what it is good at: the rendezvous, who has which rank, attempts and restarts. Its own
+process handling is replaced, at the point its documentation names for that (SimpleElasticAgent),
+because it sends signals to a rank's children too, answers a second Ctrl-C by waiting again, gives
+ranks 30 fixed seconds after a peer failed, and orders failures by whole seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+
+from shardwise.launch.echo import Echo
+from shardwise.launch.environment import rank_environment
+from shardwise.launch.folder import Folder
+from shardwise.launch.job import Job
+from shardwise.launch.outcome import Outcome
+from shardwise.launch.port import ADDRESS
+from shardwise.launch.ranks import POLL_SECONDS, Ranks
+from shardwise.launch.signals import SignalLog
+from shardwise.launch.store import LauncherStore
+
+
+class Stopped(Exception):  # noqa: N818 nothing went wrong: somebody asked the job to end
+    """The job ended because the launcher received a signal."""
+
+
+class Agent(SimpleElasticAgent):
+    """Runs a job's ranks, attempt after attempt; `outcomes` tells of the last one.
+
+    `say` gets one line of news at a time; `on_restart` makes such a line of a failed attempt.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        store: LauncherStore,
+        folder: Folder,
+        signals: SignalLog,
+        on_cpu: bool,
+        say: Callable[[str], None],
+        on_restart: Callable[[list[Outcome], int], str],
+    ) -> None:
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=job.nproc,
+            rdzv_handler=store,
+            entrypoint=job.command[0],
+            max_restarts=job.max_restarts,
+            monitor_interval=POLL_SECONDS,
+        )
+        super().__init__(spec)
+        self.outcomes: list[Outcome] = []
+        self.attempt = -1
+        self.num_killed = 0
+        self._job = job
+        self._store_port = store.port
+        self._folder = folder
+        self._signals = signals
+        self._on_cpu = on_cpu
+        self._say = say
+        self._on_restart = on_restart
+        self._ranks = Ranks()
+        self._echo = Echo([])
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # noqa: ARG002
+        if self._signals.received:
+            raise Stopped  # while torch was being imported, or between two attempts
+        self.attempt += 1
+        if self.attempt:
+            self._say(self._on_restart(self.outcomes, self.attempt))
+        self._ranks = Ranks()
+        files = [self._folder.files(self.attempt, rank) for rank in range(self._job.nproc)]
+        pids = {
+            rank: self._ranks.start(
+                self._job.rank_command(), os.environ | self._environment(rank, str(paths.error)), paths
+            )
+            for rank, paths in enumerate(files)
+        }
+        self._echo = Echo(files)
+        return pids
+
+    def _environment(self, rank: int, error_file: str) -> dict[str, str]:
+        settings = rank_environment(
+            rank=rank,
+            nproc=self._job.nproc,
+            address=ADDRESS,
+            port=self._store_port,
+            inherited=os.environ,
+            threads=self._job.threads,
+            on_cpu=self._on_cpu,
+            attempt=self.attempt,
+            max_restarts=self._job.max_restarts,
+            run_id=self._worker_group.spec.rdzv_handler.get_run_id(),
+            error_file=error_file,
+        )
+        return settings | {"SHARDWISE_LAUNCHER_PID": str(os.getpid())}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        any_alive = self._ranks.any_alive()
+        if self._signals.received:
+            self._pass_on(self._signals.received[0])
+            raise Stopped
+        if self._ranks.any_failed(self._job.grace_seconds):
+            self._end(signal.SIGTERM, hurry=lambda: bool(self._signals.received))
+            return RunResult(state=WorkerState.FAILED)
+        if any_alive:
+            return RunResult(state=WorkerState.HEALTHY)
+        return RunResult(
+            state=WorkerState.SUCCEEDED,
+            return_values={worker.global_rank: None for worker in worker_group.workers},
+        )
+
+    def _pass_on(self, received: signal.Signals) -> None:
+        # a closed terminal is a request to end; only SIGINT and SIGTERM mean that to a script
+        number = signal.SIGTERM if received is signal.SIGHUP else received
+        self._say(
+            f"{received.name}: passed on to the ranks, which have {self._job.grace_seconds:g} s to end; "
+            "once more kills them."
+        )
+        self._end(number, hurry=lambda: len(self._signals.received) > 1)
+
+    def _end(self, number: signal.Signals, hurry: Callable[[], bool]) -> None:
+        """Ask the ranks that live to end, kill those that do not, and note what became of all."""
+        self._ranks.send(number)
+        self._ranks.wait(self._job.grace_seconds, hurry)
+        self.num_killed = self._ranks.kill()
+        self._ranks.kill_children()
+        self.outcomes = self._ranks.outcomes()
+        self._echo.close()
+        self._folder.add_tracebacks(self.attempt, self.outcomes)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:  # noqa: ARG002
+        # by now all ranks have ended, unless elastic itself broke down
+        self._ranks.kill()
+        self._echo.close()

@@ -1,0 +1,63 @@
+"""Shows on the terminal what ranks write into their log files."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable
+from typing import IO, BinaryIO
+
+from shardwise.launch.ranks import RankFiles
+
+_INTERVAL_SECONDS = 0.1
+
+
+class Echo:
+    """Copies new whole lines of every rank's log to our stdout and stderr, until closed.
+
+    Ranks write into the files themselves, so that a launcher that dies breaks no rank's output.
+    """
+
+    def __init__(self, files: Iterable[RankFiles]) -> None:
+        self._tails: list[_Tail] = []
+        for rank in files:
+            for path, screen in ((rank.stdout, sys.stdout), (rank.stderr, sys.stderr)):
+                if path is not None:
+                    self._tails.append(_Tail(path.open("rb"), screen.buffer))
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._copy, name="shardwise-echo", daemon=True)
+        if self._tails:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Show what is left and stop; asking twice changes nothing."""
+        if self._closing.is_set() or not self._tails:
+            return
+        self._closing.set()
+        self._thread.join()
+        for tail in self._tails:
+            tail.copy(all_of_it=True)
+            tail.source.close()
+
+    def _copy(self) -> None:
+        while not self._closing.wait(_INTERVAL_SECONDS):
+            for tail in self._tails:
+                tail.copy()
+
+
+class _Tail:
+    """One log file, read as far as we have shown it."""
+
+    def __init__(self, source: IO[bytes], screen: BinaryIO) -> None:
+        self.source = source
+        self._screen = screen
+        self._held = b""
+
+    def copy(self, all_of_it: bool = False) -> None:
+        """Show what is new; an unfinished line is held back, lest ranks cut into each other's."""
+        new = self._held + self.source.read()
+        end = len(new) if all_of_it else max(new.rfind(b"\n"), new.rfind(b"\r")) + 1
+        self._held = new[end:]
+        if end:
+            self._screen.write(new[:end])
+            self._screen.flush()

@@ -1,0 +1,33 @@
+"""The port at which the ranks of a job meet."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from shardwise.errors import LaunchError
+
+ADDRESS = "127.0.0.1"
+
+
+def listen(port: int | None) -> socket.socket:
+    """A listening socket at `port` of the loopback address, at any free port for None.
+
+    The socket itself, not its number, is handed to the store: nobody can take the port in between.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((ADDRESS, port or 0))
+        listener.listen(4096)  # all ranks connect at the same moment
+    except OSError as error:
+        listener.close()
+        raise LaunchError(_letter(port, error)) from error
+    return listener
+
+
+def _letter(port: int | None, error: OSError) -> str:
+    cure = "Give another with --port, or leave --port out and a free one is found."
+    if error.errno == errno.EADDRINUSE:
+        return f"Port {port} of {ADDRESS} is taken, perhaps by an earlier run that has not ended. {cure}"
+    return f"Port {port or '(any)'} of {ADDRESS} cannot be opened: {error.strerror}. {cure}"

@@ -1,0 +1,146 @@
+"""The processes of one attempt: started together, watched, ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from shardwise.launch.outcome import Outcome, read_outcome
+
+POLL_SECONDS = 0.05
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[bytes]
+    error_file: Path
+    last_alive: float
+    sent: signal.Signals | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+
+@dataclass
+class RankFiles:
+    """Where a rank's records go; `stdout` and `stderr` are None where it shares ours."""
+
+    error: Path
+    stdout: Path | None = None
+    stderr: Path | None = None
+
+    def prepare(self) -> None:
+        """Make the directory, and remove what an earlier run left there."""
+        self.error.parent.mkdir(parents=True, exist_ok=True)
+        for stale in (self.error, Path(f"{self.error}.fault")):
+            stale.unlink(missing_ok=True)
+
+
+@dataclass
+class Ranks:
+    """All ranks of one attempt. Not thread-safe; one loop owns it and calls `kill` at the end.
+
+    Start them from a thread that outlives them: the kernel ends a rank with the thread that started it.
+    """
+
+    _ranks: list[_Rank] = field(default_factory=list)
+
+    def start(self, command: list[str], environment: Mapping[str, str], files: RankFiles) -> int:
+        """Start the next rank and return its process id."""
+        files.prepare()
+        out, err = _open(files.stdout), _open(files.stderr)
+        try:
+            # a session of its own: Ctrl-C in the terminal reaches the launcher alone, which passes
+            # it on once
+            process = subprocess.Popen(
+                command, env={**environment}, stdout=out, stderr=err, start_new_session=True
+            )
+        finally:
+            for stream in (out, err):
+                if stream is not None:
+                    stream.close()
+        self._ranks.append(_Rank(process, files.error, time.time()))
+        return process.pid
+
+    def any_alive(self) -> bool:
+        """Look at every rank, and note the time for those that live."""
+        now = time.time()
+        living = [rank for rank in self._ranks if rank.alive]
+        for rank in living:
+            rank.last_alive = now
+        return bool(living)
+
+    def any_failed(self, patience_seconds: float) -> bool:
+        """Whether a rank ended with anything but 0, or recorded a failure and still has not ended.
+
+        The latter happens: an exception leaves the main thread while another one goes on, and a peer
+        would wait for both until its timeout.
+        """
+        if any(rank.process.returncode for rank in self._ranks):
+            return True
+        before = time.time() - patience_seconds
+        return any(rank.alive and _recorded_before(rank.error_file, before) for rank in self._ranks)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to each living rank; not to its children, which it may need in order to end well."""
+        for rank in self._ranks:
+            if rank.alive:
+                rank.sent = number
+                rank.process.send_signal(number)
+
+    def wait(self, seconds: float, hurry: Callable[[], bool]) -> None:
+        """Wait until all have ended, `seconds` have passed, or `hurry()` says enough."""
+        deadline = time.monotonic() + seconds
+        while self.any_alive() and time.monotonic() < deadline and not hurry():
+            time.sleep(POLL_SECONDS / 5)
+
+    def kill(self) -> int:
+        """End whatever is left, with all children, and return how many ranks had to be killed.
+
+        To be called once the job is failing or over; asking again changes nothing.
+        """
+        living = [rank for rank in self._ranks if rank.alive]
+        for rank in living:
+            rank.sent = signal.SIGKILL
+            _kill_session(rank.process.pid)
+        for rank in living:
+            rank.process.wait()
+        return len(living)
+
+    def kill_children(self) -> None:
+        """Kill what ranks that failed or were ended have left running; call it soon after."""
+        for rank in self._ranks:
+            if rank.process.returncode:
+                _kill_session(rank.process.pid)
+
+    def outcomes(self) -> list[Outcome]:
+        """What became of each rank; all must have ended."""
+        return [
+            read_outcome(number, rank.process.wait(), rank.sent, rank.last_alive, rank.error_file)
+            for number, rank in enumerate(self._ranks)
+        ]
+
+
+def _recorded_before(error_file: Path, moment: float) -> bool:
+    try:
+        return error_file.stat().st_mtime < moment
+    except FileNotFoundError:
+        return False
+
+
+def _open(path: Path | None) -> IO[bytes] | None:
+    return None if path is None else path.open("wb")
+
+
+def _kill_session(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # nobody left in it

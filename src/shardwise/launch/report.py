@@ -1,0 +1,90 @@
+"""What the launcher says about the end of a job: one letter, however many ranks there were."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from shardwise.launch.outcome import Outcome, first_failure
+
+_HINTS = {
+    "SIGKILL": " (out of memory? `dmesg` tells whether the kernel did it)",
+    "SIGBUS": " (shared memory full? look at `df /dev/shm`)",
+    "SIGSEGV": " (a crash in native code)",
+    "SIGABRT": " (native code gave up; its message is above)",
+    "SIGILL": " (native code built for another processor?)",
+}
+
+
+def letter(outcomes: list[Outcome], logs: Path | None = None) -> str:
+    """Which rank failed first and how, its traceback, a line for each other rank, and where logs are."""
+    first = first_failure(outcomes)
+    if first is None:
+        return "the job did not finish, and no rank says why."
+    code = f", with exit code {first.status}" if first.raised else ""
+    parts = [f"rank {first.rank} of {len(outcomes)} failed first{code}: it {_manner(first)}."]
+    if first.traceback.strip():
+        parts.append(first.traceback.strip())
+    others = [f"rank {other.rank} {_fate(other)}." for other in outcomes if other is not first]
+    if others:
+        parts.append("\n".join(others))
+    if logs is not None:
+        parts.append(f"The output of each rank is in {logs}.")
+    return "\n\n".join(parts)
+
+
+def restart_line(outcomes: list[Outcome], attempt: int, max_restarts: int) -> str:
+    """Why the last attempt ended, and which one begins."""
+    first = first_failure(outcomes)
+    if first is None:
+        return f"the ranks failed; attempt {attempt} of {max_restarts} begins."
+    why = f"rank {first.rank} of {len(outcomes)} {_manner(first)}"
+    return f"{why}; restart {attempt} of {max_restarts} begins."
+
+
+def stop_line(outcomes: list[Outcome], received: signal.Signals, num_killed: int) -> str:
+    """What became of the ranks after the launcher was asked to end."""
+    if not outcomes:
+        return f"ended by {received.name} before any rank was started."
+    ended = len(outcomes) - num_killed
+    killed = f", {num_killed} had to be killed" if num_killed else ""
+    lines = [f"ended by {received.name}; {ended} of {len(outcomes)} ranks ended by themselves{killed}."]
+    lines += [f"rank {outcome.rank} {_fate(outcome)}." for outcome in outcomes if outcome.failed]
+    return "\n".join(lines)
+
+
+def _manner(outcome: Outcome) -> str:
+    """How a rank failed: 'raised ValueError: ... (exit code 1)', 'was killed by SIGKILL (...)'."""
+    if outcome.raised:
+        return f"raised {_first_line(outcome.summary)}"
+    if outcome.exit_code < 0:
+        name = _name(-outcome.exit_code)
+        return f"was killed by {name}{_HINTS.get(name, '')}"
+    return f"ended with exit code {outcome.exit_code}"
+
+
+def _fate(outcome: Outcome) -> str:
+    """What became of a rank that was not the first to fail."""
+    if outcome.failed:
+        return f"then {_manner(outcome)}"
+    if outcome.exit_code == 0:
+        return "had finished" if outcome.sent is None else f"ended well after {outcome.sent.name}"
+    if outcome.sent is signal.SIGKILL:
+        return "did not end when asked and was killed by the launcher"
+    if outcome.sent is not None and outcome.obeyed:
+        return f"was ended by the launcher ({outcome.sent.name})"
+    sent = outcome.sent.name if outcome.sent else "no signal"
+    if outcome.exit_code < 0:
+        return f"was killed by {_name(-outcome.exit_code)} after the launcher's {sent}"
+    return f"ended with exit code {outcome.exit_code} after the launcher's {sent}"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0].rstrip(".")
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,74 @@
+"""The store at which ranks meet, owned by the launcher and told to elastic as a rendezvous."""
+
+from __future__ import annotations
+
+import socket
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from shardwise.launch.port import ADDRESS
+
+
+class LauncherStore(RendezvousHandler):
+    """One store for all attempts, empty at the start of each.
+
+    Elastic's static rendezvous keeps one store too, but leaves the keys of the ranks that died:
+    the next attempt's ranks read the addresses of the dead and wait for them (torch 2.13 with gloo:
+    6 of 6 restarts did not come back). Here the ranks of the last attempt are gone when the next
+    rendezvous is asked for, so their keys can go.
+    """
+
+    def __init__(self, listener: socket.socket, run_id: str) -> None:
+        self._port: int = listener.getsockname()[1]
+        self._run_id = run_id
+        self._store = TCPStore(
+            ADDRESS,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    @property
+    def port(self) -> int:
+        """Where the ranks find it."""
+        return self._port
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks connect as clients; none of them owns the store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Everybody (that is, this machine) is here: hand out the emptied store."""
+        for key in self._store.list_keys():
+            self._store.delete_key(key)
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(ADDRESS, self._port))
+
+    def get_backend(self) -> str:
+        """A name for elastic's events."""
+        return "shardwise"
+
+    def get_run_id(self) -> str:
+        """The job's name in the ranks' environment."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Never: it ends with the launcher."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to tell anybody."""
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody joins a job on one machine."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Nothing outlives the launcher."""
+        return True

@@ -1,0 +1,123 @@
+"""A rank's first lines: `python -m shardwise.launch.worker [-m] script args...`.
+
+Runs the script as `python script args...` would, and leaves a record of what went wrong where the
+launcher looks for it. Only the standard library is imported here: torch comes when the script asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run the script named on the command line; does not return after a failure."""
+    _end_with_the_launcher()
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    _write_whole_lines()
+    _record_faults(error_file)
+    if error_file:
+        sys.excepthook = _leave_it_to_the_launcher
+    try:
+        _run(sys.argv[1:])
+    except KeyboardInterrupt:
+        raise  # asked for, not a failure; the process ends by SIGINT
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _record(error_file, error, "")
+        raise
+    except BaseException as error:
+        error.__traceback__ = _users_part(error.__traceback__)
+        if not _record(error_file, error, "".join(traceback.format_exception(error))):
+            sys.excepthook = sys.__excepthook__
+        raise
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        module = arguments[1]
+        sys.argv = arguments[1:]  # runpy puts the module's file at argv[0]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return
+    script = arguments[0]
+    sys.argv = arguments
+    if not os.environ.get("PYTHONSAFEPATH"):
+        # "-m" had put the current directory there; a script gets its own
+        place = Path(script).resolve()
+        sys.path[0] = str(place if place.is_dir() else place.parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _leave_it_to_the_launcher(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """The hook under which a script starts: one letter from the launcher, not a traceback from each rank.
+
+    A hook that the script installs is called as usual; torch's own wraps this one.
+    """
+
+
+def _end_with_the_launcher() -> None:
+    """Have the kernel kill this rank when the launcher dies, however it dies."""
+    launcher = os.environ.pop("SHARDWISE_LAUNCHER_PID", None)
+    if launcher is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(launcher):
+        os._exit(128 + signal.SIGKILL)  # it died before we could ask
+
+
+def _write_whole_lines() -> None:
+    """Show each line at once, and in one piece: unbuffered, `print` writes its newline separately."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def _record_faults(error_file: str) -> None:
+    """Let a crash in native code leave its Python stack beside the error file."""
+    if error_file:
+        faulthandler.enable(open(f"{error_file}.fault", "w"), all_threads=False)  # noqa: SIM115 stays open
+
+
+def _record(error_file: str, error: BaseException, text: str) -> bool:
+    """Write the exception where elastic expects it, in elastic's own layout; False if it cannot be.
+
+    Elastic counts whole seconds, and a peer's failure follows within milliseconds: `time` is exact.
+    """
+    if not error_file:
+        return False
+    now = time.time()
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    details = {"py_callstack": text, "timestamp": str(int(now)), "time": now}
+    draft = Path(f"{error_file}.draft")
+    try:
+        draft.write_text(json.dumps({"message": {"message": summary, "extraInfo": details}}))
+        draft.replace(error_file)
+    except OSError:
+        return False
+    return True
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first line on."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The record of a run: one JSON object a line, written as things happen.
+
+    {"kind": "run", "started": "...", "world_size": 2, "plan": {...}, "versions": {...}}
+    {"kind": "step", "step": 1, "loss": 5.54, ...}
+    {"kind": "validation", "step": 50, "loss": 3.1}
+    {"kind": "resume", "step": 50, "started": "...", "world_size": 4, ...}
+
+Every line is flushed, so a killed run leaves all it did and at most one torn line at the end. `step` is
+the number of finished steps. A run that goes on from step 50 forgets what its dead predecessor did after
+step 50: those steps are taken again, and one step has one line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ShardwiseError
+from shardwise.version import __version__
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record as read: its header, and every whole line after it."""
+
+    header: Line
+    lines: list[Line]
+
+    def column(self, name: str, kind: str = "step") -> list[tuple[int, float]]:
+        """`(step, value)` of every line of `kind` that has a finite number called `name`, by step."""
+        points = [(line["step"], line[name]) for line in self.lines if line["kind"] == kind and _number(line.get(name))]
+        return sorted(points)
+
+
+class RunRecord:
+    """Appends lines to one record. One rank writes it; `close()` it, or use it in a `with`."""
+
+    def __init__(self, path: Path, lines: list[Line]) -> None:
+        """Replace whatever is at `path` by `lines`, in one move, and append from there on."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text("".join(_text(line) for line in lines), encoding="utf-8")
+        os.replace(fresh, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    @classmethod
+    def start(cls, path: str | Path, *, plan: Mapping[str, Any], world_size: int) -> RunRecord:
+        """A new record; one that is there already is replaced."""
+        return cls(Path(path), [_header("run", plan, world_size)])
+
+    @classmethod
+    def resume(cls, path: str | Path, *, step: int, plan: Mapping[str, Any], world_size: int) -> RunRecord:
+        """Go on after `step`: later lines of the dead run are dropped. A record that is missing is begun."""
+        path = Path(path)
+        if not path.exists():
+            return cls.start(path, plan=plan, world_size=world_size)
+        old = read_record(path)
+        kept = [line for line in old.lines if line["step"] <= step]
+        return cls(path, [old.header, *kept, {**_header("resume", plan, world_size), "step": step}])
+
+    def write(self, kind: str, *, step: int, **values: object) -> None:
+        """One line, on disk for readers when this returns. Numbers that are not finite become null."""
+        self._file.write(_text({"kind": kind, "step": step, **values}))
+        self._file.flush()
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._file.close()
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_record(path: str | Path) -> Record:
+    """Read a record, also while it is being written or after a crash: a torn last line is left out."""
+    path = Path(path)
+    try:
+        texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        raise ShardwiseError(f"There is no run record at {path}. Give the record.jsonl of a run.") from None
+    whole = texts[:-1]  # after the last line break: nothing, or a line whose writer died or is not done
+    lines = [_parse(path, number, text) for number, text in enumerate(whole, start=1)]
+    if not lines or lines[0].get("kind") != "run":
+        raise ShardwiseError(f'{path} is not a run record: its first line should say "kind": "run".')
+    return Record(lines[0], lines[1:])
+
+
+def _header(kind: str, plan: Mapping[str, Any], world_size: int) -> Line:
+    versions = {
+        "shardwise": __version__,
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+    }
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return {
+        "kind": kind,
+        "started": started,
+        "world_size": world_size,
+        "plan": dict(plan),
+        "versions": versions,
+    }
+
+
+def _text(line: Line) -> str:
+    finite = {name: None if _not_finite(value) else value for name, value in line.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def _not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _parse(path: Path, number: int, text: str) -> Line:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ShardwiseError(
+            f"{path}, line {number} is damaged: {error}. Take the line out, or start the run over."
+        ) from error
+    if not isinstance(line, dict) or "kind" not in line or ("step" not in line and line["kind"] != "run"):
+        raise ShardwiseError(f"{path}, line {number} has no kind and step; take the line out, or start the run over.")
+    return line

@@ -1,0 +1,103 @@
+"""The main job, tiny, as a person runs it: two processes, artefacts, resume, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.monitor import Record, read_record
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "examples" / "stdlib_gpt" / "train.py"
+TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--batch", "4")
+
+pytestmark = pytest.mark.slow
+
+
+def command(out: Path, *more: str, nproc: int = 2) -> list[str]:
+    launcher = [sys.executable, "-m", "shardwise", "launch", "--nproc", str(nproc)]
+    return [*launcher, str(SCRIPT), "--out", str(out), *TINY, *more]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+
+
+def run(out: Path, *more: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(out, *more, nproc=nproc), env=environment(), capture_output=True, text=True, timeout=60
+    )
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    return record(out).column("loss")
+
+
+def record(out: Path) -> Record:
+    return read_record(out / "record.jsonl")
+
+
+def test_a_run_leaves_its_artefacts_and_goes_on_at_another_size(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    first = run(out, "--steps", "6", "--save-every", "3")
+    assert first.returncode == 0, first.stderr
+    assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "checkpoints" / "step-00000006").is_dir()
+    assert "a sample" in first.stdout
+    assert "promised" in first.stdout
+
+    second = run(out, "--steps", "8", nproc=1)
+    assert second.returncode == 0, second.stderr
+    assert "Going on after step 6 of 8" in second.stdout
+    assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    resumed = [line for line in record(out).lines if line["kind"] == "resume"]
+    assert [(line["step"], line["world_size"]) for line in resumed] == [(6, 1)]
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    many = ("--steps", "5000", "--save-every", "100000", "--validate-every", "100000")
+    job = subprocess.Popen(
+        command(out, *many), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        _wait_for_steps(out, 5, job)
+        asked = time.monotonic()
+        job.send_signal(signal.SIGINT)
+        output, _ = job.communicate(timeout=20)
+        seconds = time.monotonic() - asked
+    finally:
+        job.kill()
+    assert job.returncode == 130, output
+    assert seconds < 5, output  # 3 on a machine that has nothing else to do
+    assert "Stopped and saved after step" in output
+    stopped = losses(out)[-1][0]
+
+    after = run(out, "--steps", str(stopped + 2))
+    assert after.returncode == 0, after.stderr
+    assert f"Going on after step {stopped}" in after.stdout
+    assert [step for step, _ in losses(out)] == list(range(1, stopped + 3))
+
+
+def test_a_batch_that_does_not_divide_is_refused_in_one_letter(tmp_path: Path) -> None:
+    refused = run(tmp_path, "--batch", "3")
+    assert refused.returncode != 0
+    assert "--batch 3 does not divide among 2 ranks" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def _wait_for_steps(out: Path, steps: int, job: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and job.poll() is None:
+        if (out / "record.jsonl").exists() and len(losses(out)) >= steps:
+            return
+        time.sleep(0.05)
+    job.kill()
+    pytest.fail(f"no {steps} steps within 30 s: {job.communicate()[0]}")

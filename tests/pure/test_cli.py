@@ -1,0 +1,134 @@
+"""The command's front door: verbs, letters, statuses, and that it opens quickly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import shardwise
+from shardwise.cli.main import VERBS, main
+from shardwise.errors import ConfigError
+
+HEAVY = {"torch", "numpy", "pydantic", "yaml", "rich", "psutil"}
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put a verb `try` into the table, whose `run` is given."""
+
+    def add(run: Any) -> None:
+        module = ModuleType("shardwise_try")
+        module.add_arguments = lambda parser: parser.add_argument("number", type=int)  # type: ignore[attr-defined]
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "shardwise_try", module)
+        monkeypatch.setitem(VERBS, "try", ("shardwise_try", "try something"))
+
+    return add
+
+
+def test_a_verb_gets_its_arguments_and_gives_the_status(verb: Any) -> None:
+    verb(lambda args: args.number)
+    assert main(["try", "7"]) == 7
+
+
+def test_a_verb_has_its_own_help(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(lambda args: 0)
+    assert main(["try", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: shardwise try [-h] number")
+    assert "Try something." in out
+
+
+def test_a_wrong_argument_is_a_usage_error(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    verb(lambda args: 0)
+    assert main(["try", "x"]) == 2
+    assert "invalid int value: 'x'" in capsys.readouterr().err
+
+
+def _refuse(args: object) -> int:
+    raise ConfigError("plan.yaml:7: no.\nplan.yaml:8: no.")
+
+
+def test_an_error_of_ours_is_a_letter_and_not_a_traceback(
+    verb: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHARDWISE_TRACEBACK", raising=False)
+    verb(_refuse)
+    assert main(["try", "1"]) == 2
+    assert capsys.readouterr().err == "shardwise: plan.yaml:7: no.\nplan.yaml:8: no.\n"
+
+
+def test_a_traceback_can_be_asked_for(
+    verb: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWISE_TRACEBACK", "1")
+    verb(_refuse)
+    assert main(["try", "1"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert "in _refuse" in err
+    assert err.endswith("shardwise: plan.yaml:7: no.\nplan.yaml:8: no.\n")
+
+
+def test_an_error_of_no_one_stays_a_traceback(verb: Any) -> None:
+    def run(args: object) -> int:
+        raise KeyError("a defect")
+
+    verb(run)
+    with pytest.raises(KeyError):
+        main(["try", "1"])
+
+
+def test_an_interrupt_is_130(verb: Any) -> None:
+    def run(args: object) -> int:
+        raise KeyboardInterrupt
+
+    verb(run)
+    assert main(["try", "1"]) == 130
+
+
+def test_an_unknown_verb_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lanch", "--nproc", "2"]) == 2
+    err = capsys.readouterr().err
+    assert err == "shardwise: there is no verb 'lanch'. Did you mean 'launch'? See shardwise --help.\n"
+
+
+def test_version_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"shardwise {shardwise.__version__}\n"
+    assert main(["-h"]) == 0
+    out = capsys.readouterr().out
+    assert all(verb in out for verb in VERBS)
+    assert main([]) == 2
+    assert capsys.readouterr().out.startswith("usage: shardwise")
+    assert main(["--verbose", "doctor"]) == 2
+    assert "unrecognized arguments: --verbose" in capsys.readouterr().err
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """Not by the clock, which is unfair on a busy machine, but by what is imported."""
+    probe = (
+        "import sys, runpy\n"
+        "sys.argv = ['shardwise', '--help']\n"
+        "try:\n    runpy.run_module('shardwise', run_name='__main__', alter_sys=False)\n"
+        "except SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "print('imported:', *sorted({name.partition('.')[0] for name in sys.modules}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True
+    )
+    shown, _, imported = done.stdout.partition("imported: ")
+    assert shown.startswith("usage: shardwise")
+    assert not HEAVY & set(imported.split())
+
+
+def test_it_runs_as_a_module(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardwise", "nosuch"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("shardwise: there is no verb 'nosuch'.")

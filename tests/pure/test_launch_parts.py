@@ -1,0 +1,189 @@
+"""What a rank gets, who failed first, what is said about it: without starting a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch import Job, StopRequest, rank_environment
+from shardwise.launch.outcome import Outcome, first_failure, read_outcome
+from shardwise.launch.report import letter, stop_line
+
+
+def environment(inherited: dict[str, str] | None = None, **options: object) -> dict[str, str]:
+    settings = {"rank": 1, "nproc": 4, "address": "127.0.0.1", "port": 29500} | options
+    return rank_environment(inherited=inherited or {}, **settings)
+
+
+class TestEnvironment:
+    def test_names_are_torchruns(self) -> None:
+        given = environment(attempt=2)
+        assert given["RANK"] == given["LOCAL_RANK"] == "1"
+        assert given["WORLD_SIZE"] == given["LOCAL_WORLD_SIZE"] == "4"
+        assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("127.0.0.1", "29500")
+        assert given["TORCHELASTIC_RESTART_COUNT"] == "2"
+        assert given["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+    def test_threads_share_the_cores(self) -> None:
+        cores = len(os.sched_getaffinity(0))
+        assert environment(nproc=1)["OMP_NUM_THREADS"] == str(cores)
+        assert environment(nproc=1000)["OMP_NUM_THREADS"] == "1"
+
+    def test_what_the_user_set_stays(self) -> None:
+        given = environment({"OMP_NUM_THREADS": "7", "MALLOC_MMAP_THRESHOLD_": "5"})
+        assert "OMP_NUM_THREADS" not in given
+        assert "MALLOC_MMAP_THRESHOLD_" not in given
+        assert environment({"OMP_NUM_THREADS": "7"}, threads=3)["OMP_NUM_THREADS"] == "3"
+
+    def test_glibc_is_told_on_cpu_only(self) -> None:
+        assert environment()["MALLOC_MMAP_THRESHOLD_"] == "1000000"
+        assert "MALLOC_MMAP_THRESHOLD_" not in environment(on_cpu=False)
+
+
+def raised(rank: int, time: float, **options: object) -> Outcome:
+    fields = {"exit_code": 1, "sent": None, "summary": f"ValueError: {rank}", "recorded": True} | options
+    return Outcome(rank=rank, time=time, traceback=f"Traceback of {rank}", **fields)
+
+
+class TestFirstFailure:
+    def test_is_the_earliest_not_the_lowest(self) -> None:
+        first = first_failure([raised(0, 10.2), raised(1, 10.1), raised(2, 10.3)])
+        assert first is not None
+        assert first.rank == 1
+
+    def test_a_rank_ended_by_the_launcher_did_not_fail(self) -> None:
+        ended = Outcome(0, -signal.SIGTERM, signal.SIGTERM, 1.0)
+        answered = Outcome(1, 143, signal.SIGTERM, 1.0)
+        assert first_failure([ended, answered]) is None
+
+    def test_a_slow_exit_does_not_hide_the_culprit(self) -> None:
+        """It had recorded its exception, and was still cleaning up when its peers had failed."""
+        culprit = raised(1, 10.0, exit_code=-signal.SIGTERM, sent=signal.SIGTERM)
+        first = first_failure([raised(0, 10.1), culprit])
+        assert first is culprit
+        assert first.status == 1
+
+    def test_native_code_that_aborts_on_the_way_out_is_not_the_cause(self) -> None:
+        aborted = raised(0, 1.0, exit_code=-signal.SIGABRT)
+        assert aborted.status == 1
+        assert letter([aborted]).startswith(
+            "rank 0 of 1 failed first, with exit code 1: it raised ValueError"
+        )
+
+    def test_a_killed_rank_goes_before_its_peers(self) -> None:
+        killed = Outcome(2, -signal.SIGKILL, None, 9.99)
+        assert first_failure([raised(0, 10.0), killed]) is killed
+        assert killed.status == 137
+
+    def test_a_record_of_whole_seconds_is_understood(self, tmp_path: Path) -> None:
+        """Written by elastic's own `record` in a user's script."""
+        record = {
+            "message": {"message": "KeyError: 1", "extraInfo": {"py_callstack": "T", "timestamp": "12"}}
+        }
+        path = tmp_path / "error.json"
+        path.write_text(json.dumps(record))
+        assert read_outcome(0, 1, None, 99.0, path) == Outcome(0, 1, None, 12.0, "KeyError: 1", "T", True)
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"message": "only a word"}'])
+    def test_a_broken_record_counts_as_none(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "error.json"
+        path.write_text(text)
+        assert read_outcome(0, 3, None, 99.0, path) == Outcome(0, 3, None, 99.0)
+
+
+class TestLetter:
+    def test_names_the_first_and_accounts_for_all(self) -> None:
+        text = letter(
+            [
+                raised(0, 10.2),
+                raised(1, 10.1),
+                Outcome(2, 0, None, 1.0),
+                Outcome(3, -15, signal.SIGTERM, 11.0),
+                Outcome(4, -9, signal.SIGKILL, 11.0),
+                Outcome(5, 4, signal.SIGTERM, 11.0),
+            ]
+        )
+        assert text.splitlines() == [
+            "rank 1 of 6 failed first, with exit code 1: it raised ValueError: 1.",
+            "",
+            "Traceback of 1",
+            "",
+            "rank 0 then raised ValueError: 0.",
+            "rank 2 had finished.",
+            "rank 3 was ended by the launcher (SIGTERM).",
+            "rank 4 did not end when asked and was killed by the launcher.",
+            "rank 5 ended with exit code 4 after the launcher's SIGTERM.",
+        ]
+
+    def test_a_signal_has_its_name_and_a_hint(self) -> None:
+        text = letter([Outcome(0, -9, None, 1.0)])
+        assert text.startswith("rank 0 of 1 failed first: it was killed by SIGKILL (out of memory?")
+
+    def test_a_stop_is_one_line(self) -> None:
+        outcomes = [Outcome(0, 0, signal.SIGINT, 1.0), Outcome(1, -9, signal.SIGKILL, 1.0)]
+        assert stop_line(outcomes, signal.SIGINT, 1) == (
+            "ended by SIGINT; 1 of 2 ranks ended by themselves, 1 had to be killed."
+        )
+
+
+class TestJob:
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"nproc": 0}, "--nproc is 0: a job needs at least one rank"),
+            ({"max_restarts": -1}, "--max-restarts is -1"),
+            ({"threads": 0}, "--threads is 0"),
+            ({"port": 70000}, "from 1 to 65535"),
+            ({"grace_seconds": -2.0}, "--timeout is -2"),
+        ],
+    )
+    def test_impossible_options_are_refused(self, options: dict[str, object], words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            Job(**({"command": (__file__,), "nproc": 1} | options)).check()
+
+    def test_a_missing_script_names_the_nearest(self, tmp_path: Path) -> None:
+        (tmp_path / "train.py").touch()
+        with pytest.raises(LaunchError, match=r"Did you mean '.*train\.py'"):
+            Job((str(tmp_path / "trian.py"),), 1).check()
+
+    def test_a_script_needs_no_suffix(self, tmp_path: Path) -> None:
+        (tmp_path / "train").touch()
+        Job((str(tmp_path / "train"),), 1).check()
+
+    def test_a_missing_module_is_told_before_anything_starts(self) -> None:
+        with pytest.raises(LaunchError, match=r"no module 'nosuch\.thing'"):
+            Job(("nosuch.thing",), 1, is_module=True).check()
+
+
+class TestStopRequest:
+    def test_first_asks_second_interrupts(self) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        with StopRequest() as stop:
+            assert not stop.requested
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.requested
+            assert stop.signal is signal.SIGTERM
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert stop.requested
+
+    def test_install_and_close_may_be_asked_twice(self) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        stop = StopRequest().install().install()
+        stop.close()
+        stop.close()
+        assert signal.getsignal(signal.SIGINT) is before
+
+    def test_is_inert_in_another_thread(self) -> None:
+        before = signal.getsignal(signal.SIGINT)
+        thread = threading.Thread(target=lambda: StopRequest().install())
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGINT) is before

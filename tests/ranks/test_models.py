@@ -1,0 +1,307 @@
+"""Models as people write them: outputs of any shape, buffers, frozen and odd parameters, reaching into modules."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from twins import Batch, Transformer, assert_same, batches, full_params, plain_run, sharded_run
+
+import shardwise as sw
+from shardwise.errors import ModelError
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+PRESETS = ["ddp", "zero1", "zero2", "zero3", "zero3-kept"]
+pytestmark = pytest.mark.parametrize("preset", PRESETS)
+
+
+@dataclass
+class Answer:
+    hidden: Tensor
+    note: str
+
+
+class Plain:
+    """An object that no library knows how to look into, but that keeps its tensors in attributes."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Hidden:
+    """One that keeps them where nobody looks."""
+
+    __slots__ = ("get",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.get = lambda: hidden
+
+
+SHAPES: dict[str, Any] = {
+    "tuple": (lambda h: (h, None), lambda o: o[0]),
+    "dict": (lambda h: {"hidden": h, "n": 3}, lambda o: o["hidden"]),
+    "nested": (lambda h: [{"a": (h,)}], lambda o: o[0]["a"][0]),
+    "dataclass": (lambda h: Answer(h, "x"), lambda o: o.hidden),
+    "object": (Plain, lambda o: o.hidden),
+    "opaque": (Hidden, lambda o: o.get()),
+}
+
+
+class Wrapping(nn.Module):
+    def __init__(self, block: nn.Module, shape: str) -> None:
+        super().__init__()
+        self.block = block
+        self.wrap = SHAPES[shape][0]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(self.block(x))
+
+
+class WithOutputs(Transformer):
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        self.unwrap = SHAPES[shape][1]
+        self.blocks = nn.ModuleList(Wrapping(block, shape) for block in self.blocks)
+
+    def logits(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            hidden = self.unwrap(block(hidden))
+        return self.head(self.norm(hidden))
+
+
+def race(model: nn.Module, preset: str, *, num_ranks: int = 2, num_steps: int = 5, **options: Any) -> None:
+    data = batches(num_steps)
+    assert_same(sharded_run(model, data, preset, num_ranks, None, **options), plain_run(model, data))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_of_any_shape(preset: str, shape: str) -> None:
+    torch.manual_seed(0)
+    race(WithOutputs(shape), preset)
+
+
+class Reaching(Transformer):
+    """Uses big modules' weights without calling the modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(600, 32)
+        self.mix = nn.Linear(32, 600, bias=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        hidden = self.table.weight[x] + self.positions.weight[: x.shape[1]]
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden) + self.blocks[index - 1].down.bias
+        hidden = hidden + F.linear(F.linear(hidden, self.mix.weight), self.mix.weight.t()).tanh()
+        return self.head(self.norm(hidden))
+
+
+def test_modules_that_others_reach_into(preset: str) -> None:
+    torch.manual_seed(0)
+    race(Reaching(), preset, num_steps=6)
+
+
+class Odd(Transformer):
+    """Frozen, unused, scalar, non-contiguous, integer and half-precision parameters, and one used everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.turned = nn.Parameter(torch.randn(32, 8).mul_(0.1).t())
+        self.unused = nn.Linear(16, 16)
+        self.steps = nn.Parameter(torch.arange(3), requires_grad=False)
+        for param in self.blocks[1].parameters():
+            param.requires_grad_(False)
+        self.blocks[2].up.weight.requires_grad_(False)
+        self.tokens.weight.requires_grad_(False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) * self.scale + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            hidden = block(hidden) * self.scale
+        hidden = hidden + (hidden @ self.turned.t()) @ self.turned
+        return self.head(self.norm(hidden))
+
+
+def test_odd_parameters(preset: str) -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    race(model, preset, num_steps=6)
+
+
+def test_parameters_that_are_used_now_and_then(preset: str) -> None:
+    """A block that every other step leaves out: its parameters are not touched then, not even decayed."""
+
+    class Skipping(Transformer):
+        count = 0
+
+        def logits(self, x: Tensor) -> Tensor:
+            hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+            for index, block in enumerate(self.blocks):
+                if index != 1 or self.count % 2 == 0:
+                    hidden = block(hidden)
+            self.count += 1
+            return self.head(self.norm(hidden))
+
+    torch.manual_seed(0)
+    race(Skipping(), preset, num_steps=7)
+
+
+def test_experts_that_only_some_ranks_use(preset: str) -> None:
+    """Inside a unit each rank may use other parameters: every rank reduces them, in the same order."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for index, expert in enumerate(self.experts):
+                rows = x.abs().sum((1, 2)).mul(1000).long() % 4 == index
+                if rows.any():
+                    out[rows] = expert(x[rows])
+            return x + out
+
+    class Mixture(Transformer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixed = Experts()
+            self.blocks = nn.ModuleList([nn.Sequential(block, Experts()) for block in self.blocks])
+
+        def logits(self, x: Tensor) -> Tensor:
+            hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+            for block in self.blocks:
+                hidden = block(hidden)
+            return self.head(self.norm(hidden))
+
+    torch.manual_seed(0)
+    model = Mixture()
+    data = batches(6, rows=4)
+    assert_same(sharded_run(model, data, preset, 2, None, units={"class": "Sequential"}), plain_run(model, data))
+
+
+def test_buffers_follow_rank_0(preset: str) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).square().mean()
+
+    torch.manual_seed(0)
+    replicas = [Normed() for _ in range(2)]
+    numbers = torch.randn(5, 2, 6, 8)
+
+    def rank(world: sw.World) -> list[Tensor]:
+        model = replicas[world.rank]
+        engine = sw.shard(model, preset, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+        for step in numbers:
+            engine.backward(engine(step[world.rank]))
+            engine.step()
+        return [buffer.clone() for buffer in model.buffers()]
+
+    one, two = run_ranks(2, rank)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert one[0].abs().sum() > 0
+    assert int(one[2]) == 5
+
+
+def test_all_ranks_start_from_rank_0s_values(preset: str) -> None:
+    replicas = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        replicas.append(Transformer())
+    first = {name: param.detach().clone() for name, param in replicas[0].named_parameters()}
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        return full_params(sw.shard(replicas[world.rank], preset, world=world))
+
+    for params in run_ranks(3, rank):
+        assert all(torch.equal(params[name], value) for name, value in first.items())
+
+
+def test_different_models_are_refused_by_name(preset: str) -> None:
+    def rank(world: sw.World) -> str:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + world.rank))
+        with pytest.raises(ModelError) as caught:
+            sw.shard(model, preset, world=world)
+        return str(caught.value)
+
+    for letter in run_ranks(2, rank):
+        assert "1.weight [4, 4]" in letter
+        assert "rank 1 has 1.weight [5, 4]" in letter
+
+
+def test_a_model_without_blocks(preset: str) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(7, 5))
+            self.bias = nn.Parameter(torch.zeros(7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight, self.bias).square().mean()
+
+    torch.manual_seed(0)
+    start = Bare()
+    numbers = torch.randn(4, 6, 5)
+    twin = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for x in numbers:
+        optimizer.zero_grad()
+        twin(x).backward()
+        optimizer.step()
+    replicas = [copy.deepcopy(start) for _ in range(3)]
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        model = replicas[world.rank]
+        engine = sw.shard(model, preset, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+        for x in numbers:
+            engine.backward(engine(x[2 * world.rank : 2 * world.rank + 2]))
+            engine.step()
+        return full_params(engine)
+
+    for params in run_ranks(3, rank):
+        assert torch.allclose(params["weight"], twin.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [["blocks.*", "tokens"], {"class": "Block"}, {"class": "Linear"}, {"min_numel": 4000}, ["blocks"]],
+    ids=["names", "class", "linears", "size", "one"],
+)
+def test_units_as_the_plan_wants_them(preset: str, units: Any) -> None:
+    torch.manual_seed(0)
+    race(Transformer(tied=True), preset, units=units)
+
+
+def test_methods_beside_forward(preset: str) -> None:
+    """`model.logits(...)`, called directly, gathers what it uses as it goes."""
+    torch.manual_seed(0)
+    model = Transformer()
+    x, y = batches(1)[0]
+    with torch.no_grad():
+        expected = model.logits(x)
+
+    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        loss = engine(*batch)
+        engine.backward(loss)
+        return loss
+
+    def after(engine: sw.Engine) -> dict[str, Any]:
+        with torch.no_grad():
+            return {"blocks": engine.module.blocks[0](torch.ones(1, 6, 32))}
+
+    run = sharded_run(model, [(x, y)], preset, 2, None, step=step, after=after)
+    with torch.no_grad():
+        assert torch.allclose(run.extra["blocks"], model.blocks[0](torch.ones(1, 6, 32)), atol=1e-6)
+    assert expected.shape[-1] == 67

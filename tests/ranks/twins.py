@@ -1,0 +1,195 @@
+"""Races: a sharded model on several ranks beside an unsharded copy that is fed the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+Batch = tuple[Tensor, Tensor]
+VOCAB, WIDTH, LENGTH = 67, 32, 6
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+PRESETS_2 = [(name, 2, None) for name in ("ddp", "zero1", "zero2", "zero3", "zero3-kept")]
+PRESETS_4 = [(name, 4, None) for name in ("ddp", "zero1", "zero2", "zero3", "zero3-kept")]
+PRESETS_2X2 = [(name, 4, {"node": 2, "local": 2}) for name in ("hsdp", "hpz", "zero3", "zero1")]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        # Without a bias: that of the keys has no gradient but rounding, which Adam would blow up to full size.
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """A small Transformer with learned positions, three blocks and a head; tied if asked."""
+
+    def __init__(self, *, tied: bool = False, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        for param in self.parameters():
+            if param.dim() > 1:
+                nn.init.normal_(param, std=0.1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(x).float().flatten(0, 1), y.flatten())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """With an `eps` well above rounding: where a gradient is next to nothing, Adam's default makes a full-size
+    update of the order in which numbers were added."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-5)
+
+
+def batches(num_steps: int, rows: int = 8, seed: int = 1) -> list[Batch]:
+    numbers = torch.Generator().manual_seed(seed)
+    draw = [torch.randint(0, VOCAB, (rows, LENGTH + 1), generator=numbers) for _ in range(num_steps)]
+    return [(tokens[:, :-1], tokens[:, 1:]) for tokens in draw]
+
+
+@dataclass
+class Run:
+    """What a training run came to: losses and gradient norms by step, final parameters by name."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def plain_run(
+    model: nn.Module, data: Sequence[Batch], make_optimizer: MakeOptimizer = adamw, *, clip: float | None = None
+) -> Run:
+    """The twin: one process, whole batches, nothing of ours."""
+    model = copy.deepcopy(model)
+    optimizer = make_optimizer(model)
+    run = Run()
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))
+        optimizer.step()
+        run.losses.append(loss.item())
+        run.norms.append(norm.item())
+    floating = [(name, param) for name, param in model.named_parameters() if param.is_floating_point()]
+    run.params = {name: param.detach().clone() for name, param in floating}
+    return run
+
+
+def sharded_run(
+    model: nn.Module,
+    data: Sequence[Batch],
+    preset: str,
+    num_ranks: int,
+    mesh: Mapping[str, int] | None,
+    make_optimizer: MakeOptimizer = adamw,
+    *,
+    step: Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor] | None = None,
+    after: Callable[[sw.Engine], dict[str, Any]] | None = None,
+    **plan: Any,
+) -> Run:
+    """The same training on threads as ranks. `step` replaces the engine's own loop body, for other styles."""
+    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
+    settings = {"preset": preset, **({"mesh": dict(mesh)} if mesh else {}), **plan}
+
+    def rank(world: sw.World) -> Run:
+        replica = replicas[world.rank]
+        optimizer = make_optimizer(replica)
+        engine = sw.shard(replica, settings, optimizer=optimizer, world=world)
+        run = Run()
+        for x, y in data:
+            rows = x.shape[0] // world.size
+            mine = slice(world.rank * rows, (world.rank + 1) * rows)
+            loss = (step or engine_step)(engine, optimizer, (x[mine], y[mine]))
+            run.losses.append(world.mean(loss.item()))
+            run.norms.append(engine.gradient_norm or 0.0)
+        run.params = full_params(engine)
+        run.extra = after(engine) if after is not None else {}
+        engine.close()
+        return run
+
+    runs = run_ranks(num_ranks, rank)
+    for run in runs[1:]:
+        assert run.losses == runs[0].losses
+        assert run.norms == runs[0].norms
+        for name, param in run.params.items():
+            assert torch.equal(param, runs[0].params[name]), f"ranks disagree on {name}"
+    return runs[0]
+
+
+def engine_step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
+    loss = engine(*batch)
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def full_params(engine: sw.Engine) -> dict[str, Tensor]:
+    """All parameters, whole, from every rank's pieces of the master weights."""
+    told = engine.world.exchange(_packed(engine))
+    shapes = {name: param.shape for name, param in engine.module.named_parameters() if param.is_floating_point()}
+    params = {name: torch.empty(shape).flatten() for name, shape in shapes.items()}
+    for message in told:
+        for name, start, values in _unpacked(message):
+            params[name][start : start + values.numel()] = values
+    return {name: params[name].view(shape) for name, shape in shapes.items()}
+
+
+def _packed(engine: sw.Engine) -> bytes:
+    pieces = []
+    for entry in engine._content().entries:
+        if entry.kind == "param" and entry.span.numel:
+            pieces.append((entry.name, entry.span.start, entry.tensor.detach().float().clone()))
+    stream = io.BytesIO()
+    torch.save(pieces, stream)
+    return stream.getvalue()
+
+
+def _unpacked(message: bytes) -> list[tuple[str, int, Tensor]]:
+    return torch.load(io.BytesIO(message), weights_only=True)
+
+
+def assert_same(run: Run, twin: Run, *, loss: float = 1e-6, param: float = 1e-5, norm: float = 1e-5) -> None:
+    """Losses within `loss` relative, parameters within `param` absolute, as the race demands."""
+    for index, (ours, theirs) in enumerate(zip(run.losses, twin.losses, strict=True)):
+        assert abs(ours - theirs) <= loss * abs(theirs), f"step {index}: loss {ours}, the twin has {theirs}"
+    for index, (ours, theirs) in enumerate(zip(run.norms, twin.norms, strict=True)):
+        assert abs(ours - theirs) <= norm * abs(theirs), f"step {index}: norm {ours}, the twin has {theirs}"
+    for name, theirs in twin.params.items():
+        difference = (run.params[name] - theirs.float()).abs().max().item()
+        assert difference <= param, f"{name} differs by {difference}"
