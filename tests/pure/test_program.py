@@ -260,6 +260,17 @@ def test_the_next_unit_is_on_its_way_by_default() -> None:
     assert [action.flat for action in program["before backward h.1"] if action.verb == "gather"] == ["h.0"]
 
 
+def test_a_unit_with_two_buffers_is_on_its_way_as_a_whole() -> None:
+    table = with_dtypes(PRESETS["zero3"], ONE)
+    units = tuple(
+        UnitSpec(name, (flat(name, table, ONE), flat(f"{name}:frozen", table, ONE, trainable=False)))
+        for name in ("a", "b")
+    )
+    program = {str(block.moment): block.actions for block in planned(units).micro_batch}
+    gathered = [action.flat for action in program["before forward a"] if action.verb == "gather"]
+    assert gathered == ["a", "a:frozen", "b", "b:frozen"]
+
+
 def unit_bytes(units: Sequence[UnitSpec]) -> list[int]:
     return [sum(one.full_bytes for one in unit.flats) for unit in units]
 
