@@ -31,3 +31,10 @@ def test_no_golden_text_is_of_a_preset_that_is_gone() -> None:
 def test_the_text_parses_back(file_name: str) -> None:
     program = parse(GOLDEN[file_name])
     assert parse(render(program)) == program
+
+
+def test_the_guide_quotes_what_is_so() -> None:
+    guide = (FOLDER.parent.parent / "docs" / "programs.md").read_text(encoding="utf-8")
+    quoted = guide.split("```\n")[1]
+    for part in quoted.split("...\n"):
+        assert part in GOLDEN["zero3.txt"]

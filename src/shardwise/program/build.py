@@ -74,9 +74,7 @@ def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Acti
     """What makes `unit` whole before it computes."""
     in_backward = training and moment.phase == "backward"
     return tuple(
-        action
-        for flat in unit.flats
-        for action in _gather(flat, from_held=in_backward and _has_held_buffer(flat))
+        action for flat in unit.flats for action in _gather(flat, from_held=in_backward and _has_held_buffer(flat))
     )
 
 
