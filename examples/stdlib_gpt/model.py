@@ -21,8 +21,8 @@ NUM_BYTES = 256
 class ModelSize:
     """The sizes that make a model; the default has 5.1 M parameters.
 
-    Wide and shallow: at this size four blocks of 320 see 1.25 times the bytes a second of six of 256,
-    and learn more from each in the two minutes they get.
+    Wide and shallow, because on a CPU core four blocks of 320 see 1.25 times the bytes a second that six
+    of 256 do.
     """
 
     layers: int = 4
@@ -103,8 +103,8 @@ class ByteGPT(nn.Module):
 def rotate(x: Tensor) -> Tensor:
     """Turn each pair of coordinates by its place in the row, `x` being `[rows, heads, length, dims]`.
 
-    Rotary positions (Su et al. 2021): attention sees distances and need not learn them first. In the few
-    hundred steps of this job that is worth 0.2 nats over the learned positions of GPT-2.
+    Rotary positions (Su et al. 2021): attention sees distances and need not learn them first. After 400
+    steps of this job the training loss was 1.55 nats a byte, against 1.87 with learned positions.
     """
     length, dims = x.shape[-2:]
     speeds = 10_000 ** (-torch.arange(0, dims, 2, device=x.device) / dims)
@@ -122,12 +122,17 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object
 
 
 def generate(model: ByteGPT, prompt: bytes, num_bytes: int, temperature: float, seed: int) -> Iterator[int]:
-    """The bytes that follow `prompt`, one by one. All ranks call with the same arguments and get the same."""
+    """The bytes that follow `prompt`, one by one. All ranks call with the same arguments and get the same.
+
+    The model always sees a full context, zeros after the text, which no earlier byte attends to: on a CPU
+    every new length compiles new kernels, and their cache took 370 MiB by the end of 300 bytes.
+    """
     draw = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt)])
     for _ in range(num_bytes):
+        seen = text[:, -model.size.context :]
         with torch.no_grad():
-            logits = model(text[:, -model.size.context :])[0, -1]
+            logits = model(F.pad(seen, (0, model.size.context - seen.shape[1])))[0, seen.shape[1] - 1]
         chances = torch.softmax(logits.float() / temperature, dim=0)
         drawn = torch.multinomial(chances, 1, generator=draw)
         text = torch.cat([text, drawn[None]], dim=1)

@@ -241,16 +241,8 @@ class Engine:
         return Loaded(loaded.path, loaded.step, loaded.state["user"])
 
     def _content(self) -> Content:
-        place = self.mesh.coordinate(self.world.rank)
-        shard_axes = self.table.optim.shard
-        is_first_copy = all(place[axis] == 0 for axis in self.mesh.axes if axis not in shard_axes)
-        return content_of(
-            self.module,
-            self._flats,
-            self._optimizer,
-            is_first_copy=is_first_copy,
-            is_rank_0=self.world.rank == 0,
-        )
+        coordinate = self.mesh.coordinate(self.world.rank)
+        return content_of(self.module, self._flats, self._optimizer, coordinate)
 
     # -- what people read -------------------------------------------------------------------------------
 

@@ -39,9 +39,7 @@ def plan_fields() -> str:
     rows = schema_table()
     path_width = max(len(path) for path, _, _ in rows)
     type_width = max(len(words) for _, words, _ in rows)
-    return "".join(
-        f"{path:<{path_width}}  {words:<{type_width}}  {default!r}\n" for path, words, default in rows
-    )
+    return "".join(f"{path:<{path_width}}  {words:<{type_width}}  {default!r}\n" for path, words, default in rows)
 
 
 FACES: dict[str, Callable[[], str]] = {

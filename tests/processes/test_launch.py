@@ -124,9 +124,7 @@ class TestSuccess:
             """,
         )
         bench.write("code/helper.py", "")
-        result = bench.run(
-            "--nproc", "2", "--threads", "3", "code/show.py", "--lr", "1", "--", "-m", "--nproc", "9"
-        )
+        result = bench.run("--nproc", "2", "--threads", "3", "code/show.py", "--lr", "1", "--", "-m", "--nproc", "9")
         assert (result.returncode, result.stderr) == (0, "")
         ranks = sorted(map(json.loads, result.stdout.splitlines()), key=lambda rank: rank["env"]["RANK"])
         assert [rank["env"]["RANK"] for rank in ranks] == ["0", "1"]
@@ -230,8 +228,7 @@ class TestFailure:
         assert (result.returncode, result.stdout) == (1, "")
         first, _, rest = result.stderr.partition("\n")
         assert first == (
-            "shardwise: rank 2 of 3 failed first, with exit code 1: "
-            "it raised ValueError: bad batch at rank 2."
+            "shardwise: rank 2 of 3 failed first, with exit code 1: it raised ValueError: bad batch at rank 2."
         )
         assert rest.count("Traceback (most recent call last)") == 1
         assert ", in step\n" in rest

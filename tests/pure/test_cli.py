@@ -119,9 +119,7 @@ def test_help_imports_nothing_heavy() -> None:
         "except SystemExit as end:\n    assert end.code == 0, end.code\n"
         "print('imported:', *sorted({name.partition('.')[0] for name in sys.modules}))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
     shown, _, imported = done.stdout.partition("imported: ")
     assert shown.startswith("usage: shardwise")
     assert not HEAVY & set(imported.split())

@@ -234,8 +234,7 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_writing(write: Any) -
         "plan.yaml:3: accumulate is 0; expected a whole number of at least 1.",
         "plan.yaml:4: clip_grad_norm is -1; expected a number above 0 or null.",
         "plan.yaml:5: sync_buffers is 1; expected true or false.",
-        "plan.yaml:6: units is {'clas': 'Block'}; "
-        "expected auto, a list of names or a rule such as {class: Block}.",
+        "plan.yaml:6: units is {'clas': 'Block'}; expected auto, a list of names or a rule such as {class: Block}.",
         "plan.yaml:7: prefetch_bytes is '64 miles'; expected auto or bytes such as 64M or 4096.",
         "plan.yaml:10: rows.grad.shard is 'dp'; expected a list of names or null.",
         "override 'precision=int8': precision is 'int8'; expected fp64, fp32 or bf16.",

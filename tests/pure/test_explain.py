@@ -143,7 +143,7 @@ def test_a_plan_file_is_named_with_its_lines(tmp_path: Path, capsys: pytest.Capt
 def test_long_programs_are_shortened_in_the_middle_unless_asked(
     model_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["zero3", "--world", "4", "--model", f"{model_file}:deep"]
+    arguments = ["zero3", "--world", "4", "--model", f"{model_file}:deep", "--set", "precision=bf16"]
     short, full = said(capsys, *arguments), said(capsys, *arguments, "--full")
     assert "program of one step (--full prints all)\n" in short
     assert "  # ... 19 moments ...\n  after forward h.11\n" in short

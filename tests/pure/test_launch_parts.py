@@ -72,9 +72,7 @@ class TestFirstFailure:
     def test_native_code_that_aborts_on_the_way_out_is_not_the_cause(self) -> None:
         aborted = raised(0, 1.0, exit_code=-signal.SIGABRT)
         assert aborted.status == 1
-        assert letter([aborted]).startswith(
-            "rank 0 of 1 failed first, with exit code 1: it raised ValueError"
-        )
+        assert letter([aborted]).startswith("rank 0 of 1 failed first, with exit code 1: it raised ValueError")
 
     def test_a_killed_rank_goes_before_its_peers(self) -> None:
         killed = Outcome(2, -signal.SIGKILL, None, 9.99)
@@ -83,9 +81,7 @@ class TestFirstFailure:
 
     def test_a_record_of_whole_seconds_is_understood(self, tmp_path: Path) -> None:
         """Written by elastic's own `record` in a user's script."""
-        record = {
-            "message": {"message": "KeyError: 1", "extraInfo": {"py_callstack": "T", "timestamp": "12"}}
-        }
+        record = {"message": {"message": "KeyError: 1", "extraInfo": {"py_callstack": "T", "timestamp": "12"}}}
         path = tmp_path / "error.json"
         path.write_text(json.dumps(record))
         assert read_outcome(0, 1, None, 99.0, path) == Outcome(0, 1, None, 12.0, "KeyError: 1", "T", True)

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 
-AXES = st.dictionaries(
-    st.sampled_from(["dp", "tp", "pp", "node", "local"]), st.integers(1, 5), min_size=1, max_size=4
-)
+AXES = st.dictionaries(st.sampled_from(["dp", "tp", "pp", "node", "local"]), st.integers(1, 5), min_size=1, max_size=4)
 MESHES = AXES.map(lambda axes: Mesh(tuple(axes), tuple(axes.values())))
 
 

@@ -487,7 +487,7 @@ def test_edited_axes_may_come_in_any_order() -> None:
         ("ddp", "rows.param.shard=[dp]", "Shard optim over it too"),
         ("zero3", "rows.grad.partial=[dp]", "grad is both sharded and partial over dp"),
         ("zero2", "rows.optim.dtype=bf16", "narrower than param"),
-        ("zero2", "rows.optim.tier=host", "Row 'optim' lies on host, but this version keeps every row on the device"),
+        ("zero2", "rows.optim.tier=host", "Row 'optim' is placed on tier 'host', but this version keeps"),
     ],
 )
 def test_an_edit_that_cannot_be_meant_is_refused(preset_name: str, override: str, letter: str) -> None:

@@ -77,9 +77,7 @@ def test_accumulation_in_plain_style(case: Case, model: Transformer) -> None:
 @pytest.mark.parametrize("together", [True, False], ids=["one-backward", "two-backwards"])
 def test_a_second_forward_before_backward(case: Case, model: Transformer, together: bool) -> None:
     def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
-        first, second = (
-            engine(x, y) / 2 for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True)
-        )
+        first, second = (engine(x, y) / 2 for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True))
         if together:
             engine.backward(first + second)
         else:

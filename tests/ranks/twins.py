@@ -171,10 +171,11 @@ def full_params(engine: sw.Engine) -> dict[str, Tensor]:
 
 
 def _packed(engine: sw.Engine) -> bytes:
-    pieces = []
-    for entry in engine._content().entries:
-        if entry.kind == "param" and entry.span.numel:
-            pieces.append((entry.name, entry.span.start, entry.tensor.detach().float().clone()))
+    pieces = [
+        (entry.name, entry.span.start, entry.tensor.detach().float().clone())
+        for entry in engine._content().entries
+        if entry.kind == "param" and entry.span.numel
+    ]
     stream = io.BytesIO()
     torch.save(pieces, stream)
     return stream.getvalue()

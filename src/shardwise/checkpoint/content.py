@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.optim import AdoptedOptimizer
-from shardwise.placement import Span
+from shardwise.placement import Axes, Span
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
@@ -45,29 +45,21 @@ class Content:
 
 
 def content_of(
-    model: nn.Module,
-    flats: Sequence[Flat],
-    optimizer: AdoptedOptimizer | None,
-    *,
-    is_first_copy: bool,
-    is_rank_0: bool,
+    model: nn.Module, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, coordinate: Mapping[str, int]
 ) -> Content:
-    """The content as it lies on this rank.
-
-    `is_first_copy`: this rank is the first of those that hold the same optimizer states.
-    """
+    """The content as it lies on the rank at `coordinate` of the mesh."""
     content = Content()
     for flat in flats:
         for index, slot in enumerate(flat.slots):
             content.shapes[slot.name] = slot.shape
-            content.entries.append(_parameter(flat, index, is_first_copy=is_first_copy))
+            content.entries.append(_parameter(flat, index, coordinate))
     known = {param for flat in flats for param in flat.params}
     loose = [(name, param.detach()) for name, param in model.named_parameters() if param not in known]
     for name, tensor in (*loose, *_persistent_buffers(model)):
         content.shapes[name] = tuple(tensor.shape)
-        content.entries.append(Entry("buffer", name, Span(0, tensor.numel()), tensor, is_rank_0))
+        content.entries.append(Entry("buffer", name, Span(0, tensor.numel()), tensor, _is_first_copy((), coordinate)))
     if optimizer is not None:
-        content.entries += _states(optimizer, is_first_copy=is_first_copy)
+        content.entries += _states(optimizer, coordinate)
         content.groups = [
             {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
             for group in optimizer.optimizer.param_groups
@@ -75,7 +67,12 @@ def content_of(
     return content
 
 
-def _parameter(flat: Flat, index: int, *, is_first_copy: bool) -> Entry:
+def _is_first_copy(shard: Axes, coordinate: Mapping[str, int]) -> bool:
+    """Whether of all ranks that hold the same elements of what is sharded over `shard` this is the first."""
+    return all(place == 0 for axis, place in coordinate.items() if axis not in shard)
+
+
+def _parameter(flat: Flat, index: int, coordinate: Mapping[str, int]) -> Entry:
     """Master weights where there are some; the resting bytes of a frozen parameter."""
     slot = flat.slots[index]
     if flat.spec.trainable:
@@ -84,12 +81,14 @@ def _parameter(flat: Flat, index: int, *, is_first_copy: bool) -> Entry:
         mine = slot.span.overlap(flat.param_span)
         inside, span = mine.within(flat.param_span), mine.within(slot.span)
         piece = flat.param[inside.start : inside.stop]
-    return Entry("param", slot.name, span, piece, is_first_copy)
+    place = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
+    return Entry("param", slot.name, span, piece, _is_first_copy(place.shard, coordinate))
 
 
-def _states(optimizer: AdoptedOptimizer, *, is_first_copy: bool) -> Iterator[Entry]:
+def _states(optimizer: AdoptedOptimizer, coordinate: Mapping[str, int]) -> Iterator[Entry]:
     """The optimizer's states of this rank's pieces. A state that is not of the piece's size is kept whole."""
     for piece in optimizer.pieces:
+        is_first_copy = _is_first_copy(piece.flat.spec.table.optim.shard, coordinate)
         for key, value in optimizer.optimizer.state.get(piece.tensor, {}).items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(value)
             span = piece.span if tensor.shape == piece.tensor.shape else Span(0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,16 +138,27 @@ class _Reader:
             raise CheckpointError(f"{self._path} lacks {missing} elements of {kind} {name}; it is incomplete.")
 
     def _slice(self, chunk: Chunk, span: Span) -> torch.Tensor:
-        tensor = self._tensor(chunk).view(-1)
-        return tensor[span.start : span.stop]
+        """Only the bytes of `span`, where the file keeps the tensor flat; buffers are small and read whole."""
+        with _opened(self._path / chunk.file, chunk.key) as file:
+            flat = file.get_slice(chunk.key)
+            whole: torch.Tensor = (
+                flat[span.start : span.stop] if len(flat.get_shape()) == 1 else file.get_tensor(chunk.key)
+            )
+        return whole if whole.dim() == 1 and whole.numel() == span.numel else whole.view(-1)[span.start : span.stop]
 
     def _tensor(self, chunk: Chunk) -> torch.Tensor:
-        try:
-            with safe_open(self._path / chunk.file, framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(chunk.key)
-                return tensor
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._path / chunk.file} cannot be read at {chunk.key}: {error}") from error
+        with _opened(self._path / chunk.file, chunk.key) as file:
+            tensor: torch.Tensor = file.get_tensor(chunk.key)
+            return tensor
+
+
+@contextlib.contextmanager
+def _opened(path: Path, key: str) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read at {key}: {error}") from error
 
 
 def _restore_optimizer(optimizer: AdoptedOptimizer, reader: _Reader) -> None:

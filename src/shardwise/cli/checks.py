@@ -118,8 +118,7 @@ def check_gpus(facts: TorchFacts) -> Check:
     if not facts.gpus:
         return Check("gpus", "ok", "none seen; ranks run on the CPU")
     found = "; ".join(
-        f"{gpu.name}, {format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
-        for gpu in facts.gpus
+        f"{gpu.name}, {format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}" for gpu in facts.gpus
     )
     if "nccl" not in facts.backends:
         return Check("gpus", "fail", f"{found}, but no NCCL", "Install a torch built with NCCL (or RCCL).")
@@ -137,9 +136,7 @@ def check_loopback(meeting: Meeting) -> Check:
 
 def check_temp(folder: str, writable: bool, free_bytes: int) -> Check:
     if not writable:
-        return Check(
-            "temp folder", "fail", f"{folder} cannot be written", "Point TMPDIR at a folder of yours."
-        )
+        return Check("temp folder", "fail", f"{folder} cannot be written", "Point TMPDIR at a folder of yours.")
     found = f"{folder}, {format_bytes(free_bytes)} free"
     if free_bytes < GIB:
         return Check("temp folder", "warn", found, "Make room, or point TMPDIR at a larger disk.")

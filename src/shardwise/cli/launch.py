@@ -15,9 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--nproc", type=int, metavar="N", help="ranks to start (default: one for each GPU, else 1)")
     option("--port", type=int, metavar="P", help="port at which ranks meet (default: a free one)")
-    option(
-        "--max-restarts", type=int, default=0, metavar="N", help="new attempts after a failure (default: 0)"
-    )
+    option("--max-restarts", type=int, default=0, metavar="N", help="new attempts after a failure (default: 0)")
     option("--threads", type=int, metavar="N", help="threads for each rank (default: cores / ranks)")
     option("--log-dir", type=Path, metavar="DIR", help="also write each rank's stdout and stderr there")
     option(

@@ -52,9 +52,7 @@ def _run(arguments: list[str]) -> int:
         return _refuse(f"there is no verb {verb!r}. {nearest(verb, VERBS)} See shardwise --help.")
     module_name, summary = VERBS[verb]
     module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(
-        prog=f"shardwise {verb}", description=_sentence(summary), allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog=f"shardwise {verb}", description=_sentence(summary), allow_abbrev=False)
     module.add_arguments(parser)
     status: int = module.run(parser.parse_args(rest))
     return status

@@ -82,9 +82,10 @@ class Pairwise:
         if longest == 0:
             return [b""] * len(group.ranks)
         padded = torch.zeros(len(group.ranks), longest, dtype=torch.uint8)
-        padded[group.index, : len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if message:
+            padded[group.index, : len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         self._gather("exchange", padded.view(-1), group).wait()
-        return [bytes(row[:length].tolist()) for row, length in zip(padded, size.tolist(), strict=True)]
+        return [row[:length].numpy().tobytes() for row, length in zip(padded, size.tolist(), strict=True)]
 
     def prepare(self, mesh: Mesh) -> None:
         """Pairs need no groups."""

@@ -86,9 +86,7 @@ def _check_script(script: str) -> None:
     if path.is_dir():
         raise LaunchError(f"{script!r} is a directory without a __main__.py; name the script in it.")
     if not path.parent.is_dir():
-        raise LaunchError(
-            f"There is no script {script!r}: its directory {str(path.parent)!r} does not exist."
-        )
+        raise LaunchError(f"There is no script {script!r}: its directory {str(path.parent)!r} does not exist.")
     scripts = [str(path.parent / name) for name in os.listdir(path.parent) if name.endswith(".py")]
     if not scripts:
         here = str(path.parent.resolve())

@@ -59,9 +59,7 @@ class Ranks:
         try:
             # a session of its own: Ctrl-C in the terminal reaches the launcher alone, which passes
             # it on once
-            process = subprocess.Popen(
-                command, env={**environment}, stdout=out, stderr=err, start_new_session=True
-            )
+            process = subprocess.Popen(command, env={**environment}, stdout=out, stderr=err, start_new_session=True)
         finally:
             for stream in (out, err):
                 if stream is not None:

@@ -91,7 +91,7 @@ def table_for(plan: Plan, mesh: Mesh) -> Table:
         mesh.require(edited.shard + edited.partial, f"Row {kind!r}")
         if edited.tier != "device":
             raise PlacementError(
-                f"Row {kind!r} lies on {edited.tier}, but this version keeps every row on the device. "
+                f"Row {kind!r} is placed on tier {edited.tier!r}, but this version keeps every row on the device. "
                 f"Leave out rows.{kind}.tier."
             )
         if kind in ("param", "held") and edited.dtype != compute:

@@ -1,0 +1,63 @@
+"""Run by `test_gloo.py` on real processes: presets race the plain model, over real gloo."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
+
+from twins import Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run
+
+import shardwise as sw
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = sw.World.join(timeout_seconds=60)
+    torch.manual_seed(world.rank)  # rank 0's values win
+    for preset, mesh, precision in cases(world.size):
+        start = Transformer(tied=True)
+        twin = Transformer(tied=True)
+        race(world, start, twin, preset, mesh, precision)
+        if world.rank == 0:
+            print(f"{preset} {mesh} {precision}: same", flush=True)
+    world.close()
+
+
+def cases(size: int) -> list[tuple[str, dict[str, int], str]]:
+    two = {"node": 2, "local": size // 2}
+    if size == 4:
+        return [("hsdp", two, "fp32"), ("hpz", two, "bf16"), ("zero3", {"dp": size}, "fp32"), ("zero1", two, "bf16")]
+    names = ["ddp", "zero1", "zero2", "zero3", "zero3-kept"]
+    return [(name, {"dp": size}, precision) for name in names for precision in ("fp32", "bf16")]
+
+
+def race(
+    world: sw.World, start: Transformer, twin: Transformer, preset: str, mesh: dict[str, int], precision: str
+) -> None:
+    data = batches(8)
+    optimizer = adamw(start)
+    plan = {"preset": preset, "mesh": mesh, "precision": precision}
+    with sw.shard(start, plan, optimizer=optimizer, world=world) as engine:
+        twin.load_state_dict(full_params(engine), strict=False)
+        twin.head.weight = twin.tokens.weight
+        run = Run()
+        for x, y in data:
+            rows = x.shape[0] // world.size
+            mine = slice(world.rank * rows, (world.rank + 1) * rows)
+            loss = engine_step(engine, optimizer, (x[mine], y[mine]))
+            run.losses.append(world.mean(loss.item()))
+            run.norms.append(engine.gradient_norm or 0.0)
+        run.params = full_params(engine)
+    expected = plain_run(twin, data)
+    if precision == "fp32":
+        assert_same(run, expected)
+    else:
+        assert_same(run, expected, loss=1e-2, param=3e-2, norm=0.1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Real processes and real gloo: the same races as on threads, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from launched import launch
+
+RACE = Path(__file__).with_name("race.py")
+
+
+@pytest.mark.parametrize(("num_ranks", "num_cases"), [(2, 10), (4, 4)])
+def test_presets_race_over_gloo(num_ranks: int, num_cases: int) -> None:
+    run = launch(RACE, num_ranks)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(": same") == num_cases
+
+
+FAILS = """
+import os, signal, sys
+import torch, shardwise as sw
+from torch import nn
+
+world = sw.World.join(timeout_seconds=60)
+model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+engine = sw.shard(model, "zero3", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+for step in range(1000):
+    if step == 3 and world.rank == 1:
+        {what}
+    engine.backward(engine(torch.ones(2, 16)).sum())
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "code"),
+    [
+        ("raise ValueError('a bad batch')", "ValueError: a bad batch", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", 137),
+        ("sys.exit(7)", "7", 7),
+    ],
+    ids=["raises", "killed", "exits"],
+)
+def test_a_rank_that_fails_ends_the_job(what: str, words: str, code: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS.format(what=what))
+    started = time.monotonic()
+    run = launch(script, 2)
+    assert run.returncode == code, run.stderr
+    assert "rank 1" in run.stderr.lower()
+    assert words in run.stderr
+    assert time.monotonic() - started < 60
+
+
+def test_a_world_of_one_needs_no_launcher(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    script = tmp_path / "train.py"
+    script.write_text(FAILS.format(what="pass").replace("range(1000)", "range(3)"))
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_an_error_of_ours_is_the_letter_s_last_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS.format(what="pass").replace('"zero3"', '"zero33"'))
+    run = launch(script, 2)
+    assert run.returncode != 0
+    assert "There is no preset 'zero33'. Did you mean 'zero3'?" in run.stderr

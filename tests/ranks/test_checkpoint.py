@@ -1,0 +1,221 @@
+"""Save, stop, resume: the same numbers as without stopping; and a damaged checkpoint is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from twins import PRESETS_2, PRESETS_2X2, Transformer, adamw, batches, full_params
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.testing import run_ranks
+
+CASES = [*PRESETS_2, *PRESETS_2X2, ("zero3", 3, None)]
+IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in CASES]
+
+
+def start(precision: str = "fp32") -> nn.Module:
+    torch.manual_seed(0)
+    model = Transformer(tied=True)
+    model.blocks[0].up.weight.requires_grad_(False)
+    model.register_buffer("seen", torch.zeros(3))
+    return model
+
+
+def train(engine: sw.Engine, steps: range) -> list[float]:
+    data = batches(max(steps, default=0) + 1, rows=12)
+    losses = []
+    for step in steps:
+        x, y = (part.chunk(engine.world.size)[engine.world.rank] for part in data[step])
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.mean(loss.item()))
+    return losses
+
+
+def on_ranks(num_ranks: int, work: Callable[[sw.Engine], Any], plan: dict[str, Any]) -> list[Any]:
+    replicas = [start() for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> Any:
+        model = replicas[world.rank]
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            return work(engine)
+
+    return run_ranks(num_ranks, rank)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("preset", "num_ranks", "mesh"), CASES, ids=IDS)
+def test_resume_is_bit_exact(preset: str, num_ranks: int, mesh: Any, precision: str, tmp_path: Path) -> None:
+    plan = {"preset": preset, "precision": precision, **({"mesh": mesh} if mesh else {})}
+
+    def whole(engine: sw.Engine) -> Any:
+        return train(engine, range(8)), full_params(engine)
+
+    def first(engine: sw.Engine) -> Any:
+        losses = train(engine, range(5))
+        engine.save(tmp_path, state={"data": 5})
+        return losses
+
+    def second(engine: sw.Engine) -> Any:
+        resumed = engine.resume(tmp_path)
+        assert resumed is not None
+        assert (resumed.step, resumed.state, engine.num_steps) == (5, {"data": 5}, 5)
+        return train(engine, range(5, 8)), full_params(engine)
+
+    losses, params = on_ranks(num_ranks, whole, plan)[0]
+    early = on_ranks(num_ranks, first, plan)[0]
+    late, resumed_params = on_ranks(num_ranks, second, plan)[0]
+    assert [*early, *late] == losses
+    assert all(torch.equal(params[name], resumed_params[name]) for name in params)
+
+
+def test_another_world_can_read_it(tmp_path: Path) -> None:
+    """Every rank reads the elements it needs, whoever wrote them."""
+
+    def write(engine: sw.Engine) -> Any:
+        train(engine, range(4))
+        engine.save(tmp_path)
+        return full_params(engine), train(engine, range(4, 6))
+
+    def read(engine: sw.Engine) -> Any:
+        assert engine.resume(tmp_path) is not None
+        return full_params(engine), train(engine, range(4, 6))
+
+    params, losses = on_ranks(2, write, {"preset": "zero3"})[0]
+    for num_ranks, plan in [(1, {"preset": "ddp"}), (4, {"preset": "hpz", "mesh": {"node": 2, "local": 2}})]:
+        read_params, read_losses = on_ranks(num_ranks, read, plan)[0]
+        assert all(torch.equal(params[name], read_params[name]) for name in params)
+        assert read_losses == pytest.approx(losses, rel=1e-6)
+
+
+def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    def work(engine: sw.Engine) -> Any:
+        engine.save(tmp_path)
+        expected = draw()
+        draw()
+        engine.resume(tmp_path)
+        assert draw() == expected
+
+    on_ranks(1, work, {"preset": "zero3"})
+
+
+def test_nothing_there_changes_nothing(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> Any:
+        assert engine.resume(tmp_path / "none") is None
+        return train(engine, range(2))
+
+    assert on_ranks(2, work, {"preset": "zero2"})[0]
+
+
+def test_the_latest_is_taken_and_a_draft_never(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> Any:
+        train(engine, range(1))
+        engine.save(tmp_path)
+        train(engine, range(2))
+        engine.save(tmp_path)
+        engine.save(tmp_path)  # the same step again replaces it
+        if engine.world.rank == 0:
+            (tmp_path / ".writing-step-00000009").mkdir()
+            (tmp_path / "step-00000008").mkdir()
+            (tmp_path / "latest").write_text("step-00000099")
+        engine.world.barrier()
+        resumed = engine.resume(tmp_path)
+        assert resumed is not None
+        return resumed.step
+
+    assert on_ranks(2, work, {"preset": "zero1"}) == [3, 3]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003", "step-00000008"]
+
+
+def saved(folder: Path) -> Path:
+    def work(engine: sw.Engine) -> Any:
+        train(engine, range(1))
+        return engine.save(folder)
+
+    path: Path = on_ranks(2, work, {"preset": "zero3"})[0]
+    return path
+
+
+def flip(path: Path) -> None:
+    content = bytearray((path / "rank-00001.safetensors").read_bytes())
+    content[-7] ^= 4
+    (path / "rank-00001.safetensors").write_bytes(content)
+
+
+def reshape(path: Path) -> None:
+    index = json.loads((path / "index.json").read_text())
+    index["shapes"]["blocks.0.up.weight"] = [3, 3]
+    (path / "index.json").write_text(json.dumps(index))
+
+
+def rename(path: Path) -> None:
+    text = (path / "index.json").read_text()
+    (path / "index.json").write_text(text.replace("blocks.0.up.weight", "elsewhere"))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped": (flip, "rank-00001.safetensors is damaged"),
+    "missing": (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
+    "cut": (lambda path: (path / "rank-00000.safetensors").write_bytes(b"x"), "instead of"),
+    "no json": (lambda path: (path / "index.json").write_text("{"), "cannot be read"),
+    "old format": (lambda path: (path / "index.json").write_text('{"format": 0}'), "has format 0"),
+    "foreign": (lambda path: (path / "index.json").write_text('{"format": 1}'), "not an index that shardwise wrote"),
+    "shape": (reshape, "blocks.0.up.weight with shape [3, 3]"),
+    "other model": (rename, "has no tensor blocks.0.up.weight"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused_by_name_and_changes_nothing(damage: str, tmp_path: Path) -> None:
+    hurt, words = DAMAGE[damage]
+    hurt(saved(tmp_path))
+
+    def work(engine: sw.Engine) -> Any:
+        before = full_params(engine)
+        with pytest.raises(CheckpointError) as caught:
+            engine.resume(tmp_path)
+        after = full_params(engine)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return str(caught.value)
+
+    for letter in on_ranks(2, work, {"preset": "zero3"}):
+        assert words in letter
+
+
+def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+
+    def work(engine: sw.Engine) -> Any:
+        train(engine, range(2))
+        with pytest.raises(CheckpointError, match="could not be written: rank 0 met NotADirectoryError"):
+            engine.save(path / "index.json")
+        with pytest.raises(ConfigError, match="not JSON"):
+            engine.save(tmp_path, state={"x": {1, 2}})
+        resumed = engine.resume(tmp_path)
+        assert resumed is not None
+        return resumed.step
+
+    assert on_ranks(2, work, {"preset": "zero3"}) == [1, 1]
+
+
+def test_a_model_that_never_trained_can_be_saved(tmp_path: Path) -> None:
+    model = start()
+    twin = copy.deepcopy(model)
+    with sw.shard(model, "zero3") as engine:
+        engine.save(tmp_path)
+    with sw.shard(twin, "zero3") as engine:
+        assert engine.resume(tmp_path) is not None

@@ -1,0 +1,162 @@
+"""What cannot be meant is refused in a sentence, on every rank, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import Transformer, batches
+
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError, PlacementError, StateError
+from shardwise.testing import run_ranks
+
+
+def refused(num_ranks: int, work: Callable[[sw.World], Any], kind: type[Exception]) -> str:
+    def rank(world: sw.World) -> str:
+        with pytest.raises(kind) as caught:
+            work(world)
+        return str(caught.value)
+
+    letters = run_ranks(num_ranks, rank)
+    assert len(set(letters)) == 1
+    return letters[0]
+
+
+PLANS: dict[str, tuple[Any, str]] = {
+    "preset": ("zerro3", "There is no preset 'zerro3'. Did you mean 'zero3'?"),
+    "axis": (
+        {"preset": "hsdp", "mesh": {"node": 1, "locl": 2}},
+        "names mesh axis 'local', but the mesh is node=1 x locl=2. Did you mean 'locl'?",
+    ),
+    "row axis": ({"rows": {"held": {"shard": ["tp"]}}}, "names mesh axis 'tp'"),
+    "mesh": ({"mesh": {"dp": 3}}, "The mesh dp=3 makes 3 ranks, but the world has 2."),
+    "key": ({"prefech_bytes": 3}, "Did you mean 'prefetch_bytes'?"),
+    "value": ({"precision": "fp17"}, "precision"),
+    "file": ("plans/nowhere.yaml", "nowhere.yaml"),
+    "repeated update": (
+        {"preset": "ddp", "rows": {"grad": {"shard": ["dp"]}}},
+        "every rank there would repeat the same update",
+    ),
+    "tier": ({"rows": {"optim": {"tier": "host"}}}, "host"),
+    "unit name": ({"units": ["blocks.*", "hed"]}, "Did you mean 'head'?"),
+    "unit class": ({"units": {"class": "Blok"}}, "Did you mean 'Block'?"),
+    "nested units": ({"units": ["blocks", "blocks.1"]}, "'blocks.1' and also a module around it"),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_plans(case: str) -> None:
+    plan, words = PLANS[case]
+    letter = refused(2, lambda world: sw.shard(Transformer(), plan, world=world), ConfigError)
+    assert words in letter
+
+
+def test_parameters_on_different_devices() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    letter = refused(1, lambda world: sw.shard(model, world=world), ModelError)
+    assert "0.weight on cpu, 1.weight on meta" in letter
+    letter = refused(1, lambda world: sw.shard(nn.Linear(2, 2, device="meta"), world=world), ModelError)
+    assert "meta device" in letter
+    letter = refused(1, lambda world: sw.shard(nn.ReLU(), world=world), ModelError)
+    assert "no parameters" in letter
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales each parameter's update by the norm of the whole parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * group["lr"] * param.norm() / (param.grad.norm() + 1e-6))
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "norms": lambda model: Lamb(model.parameters()),
+    "closure": lambda model: torch.optim.LBFGS(model.parameters()),
+    "factored": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_are_not_elementwise(name: str) -> None:
+    def work(world: sw.World) -> None:
+        model = Transformer()
+        sw.shard(model, "zero3", optimizer=OPTIMIZERS[name](model), world=world)
+
+    letter = refused(2, work, ModelError)
+    assert "Use an elementwise optimizer such as AdamW" in letter
+
+
+def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:
+    model = Transformer()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with pytest.raises(ModelError):
+        sw.shard(model, "zero3", optimizer=torch.optim.LBFGS(model.parameters()))
+    x, y = batches(1)[0]
+    model(x, y).backward()
+    assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_an_optimizer_of_another_model() -> None:
+    other = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
+    letter = refused(1, lambda world: sw.shard(Transformer(), optimizer=other, world=world), ModelError)
+    assert "shape (3, 3) that is not one of the model's" in letter
+
+
+def test_calls_that_make_no_sense() -> None:
+    model = Transformer()
+    engine = sw.shard(model, "zero3")
+    x, y = batches(1)[0]
+    engine.backward(engine(x, y))
+    with pytest.raises(StateError, match="no optimizer"):
+        engine.step()
+    engine.close()
+    engine.close()
+    with pytest.raises(StateError, match="closed"):
+        engine(x, y)
+
+
+def test_sparse_gradients() -> None:
+    model = nn.Sequential(nn.Embedding(400, 64, sparse=True), nn.Linear(64, 1))
+    engine = sw.shard(model, "zero3")
+    with pytest.raises(ModelError, match=r"gradient of 0\.weight is sparse"):
+        engine.backward(engine(torch.tensor([[1, 2]])).sum())
+    engine.close()
+
+
+def test_an_environment_that_makes_no_sense() -> None:
+    with pytest.raises(ConfigError, match="not both numbers"):
+        sw.World.join(environment={"RANK": "x", "WORLD_SIZE": "2"})
+    with pytest.raises(ConfigError, match="RANK=2 is not within WORLD_SIZE=2"):
+        sw.World.join(environment={"RANK": "2", "WORLD_SIZE": "2"})
+
+
+def test_a_rank_that_fails_releases_the_others() -> None:
+    def rank(world: sw.World) -> None:
+        if world.rank == 1:
+            raise KeyError("mine")
+        world.barrier()
+
+    with pytest.raises(KeyError, match="mine"):
+        run_ranks(3, rank)
+
+
+def test_rows_that_contradict_each_other() -> None:
+    plan = {
+        "preset": "hpz",
+        "mesh": {"node": 1, "local": 1},
+        "rows": {"held": {"shard": ["node"]}, "param": {"shard": ["local"]}},
+    }
+    with pytest.raises(PlacementError, match="neither contains the other"):
+        sw.shard(Transformer(), plan)
