@@ -27,31 +27,35 @@ def moves(source: Place, target: Place, order: Axes) -> list[Move]:
     """What turns `source` into `target`, in the order that sends the fewest bytes.
 
     `order` is the table's: see [Note: why places nest] in `table.py`. Narrowing (slice, reduce-scatter)
-    goes along it, widening (gather) against it. Axes that are summed without being split are not in
-    `order` and come after the scatters, when there is less to sum.
+    goes along it, widening (gather) against it. Axes that are summed without being split have no place
+    in an order and come after the scatters, when there is less to sum.
 
     Shards travel, whole tensors do not: bytes come nearer before they are gathered and go away after
-    they are reduced. Narrow bytes travel, wide ones do not: a cast that narrows comes first, unless
-    the bytes still lie on disk, where nothing can be computed; one that widens comes last. A sum is
+    they are reduced. Narrow bytes travel, wide ones do not: a cast that narrows comes first (behind the
+    fetch if the bytes lie on disk, where nothing can be computed); one that widens comes last. A sum is
     its own cast: it is taken, and kept, in the wider of the two dtypes.
     """
     summed = [axis for axis in source.partial if axis not in target.partial]
     nearer = DEPTH[target.tier] < DEPTH[source.tier]
     away = DEPTH[target.tier] > DEPTH[source.tier]
-    narrows = WIDTH[target.dtype] < WIDTH[source.dtype] and source.tier != "disk" and not summed
-    dtype = target.dtype if narrows else wider(source.dtype, target.dtype) if summed else source.dtype
+    narrows = WIDTH[target.dtype] < WIDTH[source.dtype] and not summed
+    casts_first = narrows and source.tier != "disk"
+    dtype = target.dtype if narrows else source.dtype
 
     path: list[Move] = []
-    if narrows:
+    if casts_first:
         path.append(Move("cast", target.dtype, target.dtype))
     if nearer:
-        path.append(Move("fetch", source.tier, dtype))
-    path += [
-        Move("reduce_scatter" if axis in summed else "slice", axis, dtype)
-        for axis in order
-        if axis in target.shard and axis not in source.shard
-    ]
-    path += [Move("all_reduce", axis, dtype) for axis in reversed(summed) if axis not in target.shard]
+        path.append(Move("fetch", source.tier, dtype if casts_first else source.dtype))
+    if narrows and not casts_first:
+        path.append(Move("cast", target.dtype, target.dtype))
+    for axis in (axis for axis in order if axis in target.shard and axis not in source.shard):
+        if axis in summed:
+            dtype = wider(dtype, target.dtype)
+        path.append(Move("reduce_scatter" if axis in summed else "slice", axis, dtype))
+    for axis in (axis for axis in reversed(summed) if axis not in target.shard):
+        dtype = wider(dtype, target.dtype)
+        path.append(Move("all_reduce", axis, dtype))
     path += [
         Move("gather", axis, dtype) for axis in reversed(order) if axis in source.shard and axis not in target.shard
     ]

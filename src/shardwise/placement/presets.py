@@ -99,7 +99,7 @@ def table_for(plan: Plan, mesh: Mesh) -> Table:
                 f"Row {kind!r} is {edited.dtype}, but forward and backward run in {compute}. "
                 f"Set precision={edited.dtype}, or leave out rows.{kind}.dtype."
             )
-        return edited
+        return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
 
     return Table(
         axes=mesh.axes,
@@ -110,3 +110,8 @@ def table_for(plan: Plan, mesh: Mesh) -> Table:
         compute=compute,
         wire=plan.wire.grad or compute,
     )
+
+
+def _in_order(axes: Axes, mesh: Mesh) -> Axes:
+    """The order in which a plan names axes means nothing."""
+    return tuple(sorted(axes, key=mesh.axes.index))

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from shardwise.errors import PlacementError, nearest
 from shardwise.mesh import Mesh
-from shardwise.placement.place import KINDS, Axes, Dtype, Kind, Place, Tier
+from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Table:
         for kind in ("param", "grad"):
             self._check_no_repeated_update(kind)
         self._check_nesting()
+        self._check_states_are_wide()
 
     def place(self, kind: Kind) -> Place:
         place: Place = getattr(self, kind)
@@ -97,6 +98,8 @@ class Table:
                     f"{kind} is placed on axis {axis!r}, but the data-parallel axes are {', '.join(self.axes)}. "
                     f"{nearest(axis, self.axes)}"
                 )
+        for axes in (place.shard, place.partial):
+            self._check_order(kind, axes)
         both = set(place.shard) & set(place.partial)
         if both:
             raise PlacementError(f"{kind} is both sharded and partial over {'+'.join(sorted(both))}; choose one.")
@@ -104,6 +107,16 @@ class Table:
             raise PlacementError(
                 f"{kind} is partial over {'+'.join(place.partial)}, but only gradients are ever summands. "
                 f"Shard it over that axis, or leave it a copy."
+            )
+
+    def _check_order(self, kind: Kind, axes: Axes) -> None:
+        """Rows are compared, so what is the same must be written the same."""
+        if len(set(axes)) < len(axes):
+            raise PlacementError(f"{kind} names an axis twice: {'+'.join(axes)}. Name each once.")
+        in_order = tuple(axis for axis in self.axes if axis in axes)
+        if axes != in_order:
+            raise PlacementError(
+                f"{kind} is placed on {'+'.join(axes)}; write the axes in the order of the mesh: {'+'.join(in_order)}."
             )
 
     def _check_no_repeated_update(self, kind: Kind) -> None:
@@ -124,3 +137,11 @@ class Table:
                     f"{'+'.join(self.place(large).shard)}: neither contains the other, so no rank could hold "
                     f"both as one range. Shard {large} over {'+'.join(sorted(odd))} too."
                 )
+
+    def _check_states_are_wide(self) -> None:
+        """New parameters are a cast of the master weights, taken before they are gathered: it must narrow."""
+        if WIDTH[self.optim.dtype] < WIDTH[self.param.dtype]:
+            raise PlacementError(
+                f"optim is {self.optim.dtype}, narrower than param in {self.param.dtype}, so updates would be "
+                f"rounded away. Make optim {self.param.dtype} or wider."
+            )

@@ -23,7 +23,7 @@ from shardwise.program.check import check
 from shardwise.program.footprint import Footprint, footprint
 from shardwise.program.plan import StepProgram, plan_step
 from shardwise.program.prefetch import prefetch
-from shardwise.program.render import parse, render
+from shardwise.program.render import parse, render, shortened
 from shardwise.program.spec import FlatSpec, Trace, UnitSpec, straight_trace
 from shardwise.program.streams import overlap, serial
 
@@ -54,6 +54,7 @@ __all__ = [
     "reduce_due",
     "render",
     "serial",
+    "shortened",
     "step_gradients",
     "straight_trace",
     "verdict_numel",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from shardwise.errors import ProgramError
-from shardwise.placement import Dtype, MoveVerb
+from shardwise.placement import WIDTH, Dtype, MoveVerb
 
 Verb = MoveVerb | Literal["free", "wait", "agree", "broadcast"]
 Stream = Literal["compute", "gather", "reduce"]
@@ -16,6 +16,7 @@ Subject = Literal["full", "param", "held", "grad", "optim", "verdict", "buffers"
 
 VERBS: frozenset[str] = frozenset((*get_args(MoveVerb), "free", "wait", "agree", "broadcast"))
 SUBJECTS: frozenset[str] = frozenset(get_args(Subject))
+STREAMS: frozenset[str] = frozenset(get_args(Stream))
 ALL_FLATS = "*"
 
 
@@ -81,15 +82,22 @@ class Action:
         words = text.split()
         stream = words.pop()[1:] if len(words) > 3 and words[-1].startswith("@") else "compute"
         sent = 0
-        if len(words) > 3 and words[-1] == "B":
+        if len(words) > 4 and words[-1] == "B" and words[-2].isdecimal():
             sent = int(words[-2])
             words = words[:-2]
-        if len(words) not in (3, 5) or words[0] not in VERBS or words[2] not in SUBJECTS:
+        if not _is_action(words) or stream not in STREAMS:
             raise ProgramError(
                 f"{text.strip()!r} is not an action; one reads like 'gather h.0 full dp bf16 512 B @gather'."
             )
         over, dtype = words[3:] or ("-", "-")
         return cls(words[0], words[1], words[2], over, dtype, sent, stream)  # type: ignore[arg-type]  # checked above
+
+
+def _is_action(words: list[str]) -> bool:
+    """`verb flat subject`, with or without `over dtype`, each a word that there is."""
+    if len(words) not in (3, 5) or words[0] not in VERBS or words[2] not in SUBJECTS:
+        return False
+    return len(words) == 3 or words[4] == "-" or words[4] in WIDTH
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from shardwise.errors import ProgramError
 from shardwise.program.action import ALL_FLATS, END_OF_BACKWARD, Action, Program
+from shardwise.program.build import reduce_due
 from shardwise.program.spec import FlatSpec, UnitSpec
 
 State = Literal["absent", "flying", "partly whole", "whole"]
@@ -17,6 +19,9 @@ def check(program: Program, units: Sequence[UnitSpec]) -> None:
     states = {flat.name: _FlatState(flat) for unit in units for flat in unit.flats}
     by_name = {unit.name: unit for unit in units}
     for block in program:
+        if (block.moment.edge, block.moment.phase) == ("after", "backward") and block.moment != END_OF_BACKWARD:
+            for flat in by_name[block.moment.unit].flats:
+                states[flat.name].owe()
         for action in block.actions:
             if action.flat == ALL_FLATS:
                 continue
@@ -40,14 +45,22 @@ class _FlatState:
         self.flat = flat
         self.full: State = "whole" if flat.resident else "absent"
         self.is_reducing = False
+        self.owed: deque[Action] = deque()
+        """What is still to be done to the gradients that a backward has left."""
         self._spread: set[str] = set()
 
     @property
     def is_at_rest(self) -> bool:
         return self.full == ("whole" if self.flat.resident else "absent")
 
+    def owe(self) -> None:
+        """A backward is through: its gradients are to be reduced."""
+        self.owed += reduce_due(self.flat) if self.flat.trainable else ()
+
     def act(self, action: Action) -> str:
         """Do `action`; why it cannot be done, or nothing."""
+        if action.subject == "grad":
+            return self._wait_grad() if action.verb == "wait" else self._reduce(action)
         match action.verb, action.subject:
             case "gather", _:
                 return self._gather(action)
@@ -61,12 +74,23 @@ class _FlatState:
                 return "it rests whole and is never freed"
             case "free", "full":
                 self.full = "absent"
-            case (("reduce_scatter" | "all_reduce"), _) if self.is_reducing:
-                return "its last reduction is still on its way"
-            case (("reduce_scatter" | "all_reduce"), _):
-                self.is_reducing = True
-            case "wait", "grad":
-                self.is_reducing = False
+        return ""
+
+    def _reduce(self, action: Action) -> str:
+        if self.is_reducing:
+            return "its last reduction is still on its way"
+        if not self.owed:
+            return "nothing of it is left to reduce"
+        due = self.owed.popleft()
+        if (due.verb, due.over) != (action.verb, action.over):
+            return f"its next step is '{due}'"
+        self.is_reducing = True
+        return ""
+
+    def _wait_grad(self) -> str:
+        if not self.is_reducing:
+            return "no reduction of it is on its way"
+        self.is_reducing = False
         return ""
 
     def _gather(self, action: Action) -> str:
@@ -88,3 +112,6 @@ def _check_rest(states: Mapping[str, _FlatState]) -> None:
     reducing = [name for name, state in states.items() if state.is_reducing]
     if reducing:
         raise ProgramError(f"After the backward the gradients of {', '.join(reducing)} are still on their way.")
+    owing = [name for name, state in states.items() if state.owed]
+    if owing:
+        raise ProgramError(f"After the backward the gradients of {', '.join(owing)} are not reduced.")

@@ -40,11 +40,12 @@ def plan_step(
 ) -> StepProgram:
     """Build, prefetch, overlap and check the program of one step.
 
-    `prefetch_bytes` is how much may lie gathered ahead of its use; `None` means the largest flat
-    buffer, so that the next one is always on its way.
+    `prefetch_bytes` is how much may lie gathered ahead of its use; `None` means the largest unit, so
+    that the next one is always on its way.
     """
     full_bytes = {flat.name: flat.full_bytes for unit in units for flat in unit.flats}
-    budget = max(full_bytes.values(), default=0) if prefetch_bytes is None else prefetch_bytes
+    largest = max((sum(flat.full_bytes for flat in unit.flats) for unit in units), default=0)
+    budget = largest if prefetch_bytes is None else prefetch_bytes
     micro_batch = overlap(prefetch(build_pass(units, trace, training=training), full_bytes, budget))
     check(micro_batch, units)
     step = tuple(

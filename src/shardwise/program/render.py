@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from shardwise.program.action import Action, Block, Moment, Program
 
 
@@ -38,3 +40,29 @@ def _line(action: Action, widths: list[int]) -> str:
         for index, (cell, width) in enumerate(zip(cells, widths, strict=False))
     ]
     return ("    " + "  ".join(padded)).rstrip()
+
+
+def shortened(text: str, num_moments: int = 6) -> str:
+    """A rendered program without its repetitions: the first moments, those around the turn from forward to
+    backward, and the last, `num_moments` of each. Long moments lose their middle. What is left still parses.
+    """
+    moments = [moment.splitlines() for moment in re.split(r"\n(?=\S)", text.rstrip("\n"))]
+    turn = next((index for index, lines in enumerate(moments) if lines[0].startswith("before backward")), 0)
+    near = num_moments // 2
+    kept: list[str] = []
+    num_left_out = 0
+    for index, lines in enumerate(moments):
+        if index < num_moments or index >= len(moments) - num_moments or turn - near <= index < turn + near:
+            kept += [f"# ... {num_left_out} moments ..."] if num_left_out else []
+            kept += _folded(lines)
+            num_left_out = 0
+        else:
+            num_left_out += 1
+    return "\n".join(kept) + "\n"
+
+
+def _folded(lines: list[str], num_ends: int = 5) -> list[str]:
+    num_left_out = len(lines) - 2 * num_ends
+    if num_left_out < 2:
+        return lines
+    return [*lines[:num_ends], f"    # ... {num_left_out} actions ...", *lines[-num_ends:]]

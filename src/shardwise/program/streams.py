@@ -77,7 +77,12 @@ def _overlap_gathers(program: Program) -> Program:
 def _is_home(program: Program, index: int, flat: str) -> bool:
     """Whether the unit that owns `flat` computes right after block `index`."""
     moment = program[index].moment
-    return moment.edge == "before" and flat.partition(":")[0] == moment.unit
+    return moment.edge == "before" and _is_of(flat, moment.unit)
+
+
+def _is_of(flat: str, unit: str) -> bool:
+    """A unit's flat buffers bear its name, and a label behind a colon. A module's own name may hold colons too."""
+    return flat == unit or flat.startswith(f"{unit}:")
 
 
 def _waits_before_gathers_of_others(actions: list[Action], waits: list[Action]) -> tuple[Action, ...]:
@@ -89,15 +94,21 @@ def _waits_before_gathers_of_others(actions: list[Action], waits: list[Action]) 
 
 
 def _overlap_reductions(program: Program) -> Program:
-    """Start a reduction where its gradients are complete, go on with it where the next one starts."""
+    """Start a reduction where its gradients are complete, go on with it where the next one starts.
+
+    A unit whose backward opens again, as in reentrant checkpointing, has its earlier reduction ended first.
+    """
     pending: deque[deque[Action]] = deque()
     blocks = []
     for block in program:
         chains = _chains(block.actions)
-        is_last = block.moment == END_OF_BACKWARD
         actions = [action for action in block.actions if action.subject != "grad"]
-        if chains or is_last:
-            actions += _advance(pending, drain=is_last)
+        if block.moment.edge == "before":
+            reopened = deque(chain for chain in pending if _is_of(chain[0].flat, block.moment.unit))
+            pending = deque(chain for chain in pending if chain not in reopened)
+            actions += _advance(reopened, drain=True)
+        elif chains or block.moment == END_OF_BACKWARD:
+            actions += _advance(pending, drain=block.moment == END_OF_BACKWARD)
         for chain in chains.values():
             actions.append(chain.popleft().on("reduce"))
             pending.append(chain)

@@ -92,6 +92,6 @@ class Executor:
                 return mover.flat.hold
             case "cast", "param":
                 return mover.flat.accept_master
-            case (("reduce_scatter" | "all_reduce" | "cast"), "grad"):
+            case (("reduce_scatter" | "all_reduce" | "slice" | "cast"), "grad"):
                 return partial(mover.reduce, action, in_step=in_step)
         raise ProgramError(f"'{action}' is not something a runtime can do.")

@@ -89,13 +89,17 @@ class Mover:
     # -- gradients --------------------------------------------------------------------------------------
 
     def reduce(self, action: Action, *, in_step: bool) -> None:
-        """Start the next step of this buffer's reduction, or cast what it has come to."""
+        """Start the next step of this buffer's reduction, or cast or slice what it has come to."""
         if self._reduction is None:
             self._reduction = self._first(in_step=in_step)
         reduction = self._reduction
         dtype = torch_dtype(action.dtype) if action.dtype != "-" else reduction.current.dtype
         if action.verb == "cast":
             reduction.finish(reduction.current.to(dtype))
+            return
+        if action.verb == "slice":  # every rank has the sum, and updates its own part
+            group = self._groups[action.over]
+            reduction.finish(reduction.current.chunk(len(group.ranks))[group.index].clone())
             return
         group, source = self._groups[action.over], reduction.current
         if action.verb == "reduce_scatter":

@@ -1,0 +1,84 @@
+"""`shardwise explain`: what a plan means on so many ranks, before a single one of them is started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+
+from rich.console import Console
+
+from shardwise.cli.explained import Explained, UnitSize, as_json, explain, stand_in
+from shardwise.cli.explained_print import print_explained, print_presets
+from shardwise.config import Plan, load_plan
+from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
+from shardwise.placement import PRESETS, Table, mesh_for, preset, table_for
+from shardwise.program import UnitSpec
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", nargs="?", metavar="PLAN", help="a preset, or a .yaml, .toml or .json file")
+    parser.add_argument("--world", type=int, metavar="N", help="the number of ranks")
+    parser.add_argument(
+        "--model", metavar="FILE:CALLABLE", help="what builds the model, without arguments; no memory is used for it"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", help="change one value of the plan; may be repeated"
+    )
+    parser.add_argument(
+        "--optimizer-states",
+        type=int,
+        default=2,
+        metavar="K",
+        help="tensors of a parameter's size that the optimizer keeps (default: 2, as Adam)",
+    )
+    parser.add_argument("--full", action="store_true", help="print all of a long program")
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    parser.add_argument("--list", action="store_true", help="print all presets, and where they are known from")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what `args` ask for; 0, or a `ShardwiseError` that says why not."""
+    if args.list:
+        _list(args)
+        return 0
+    explained = _explained(args)
+    if args.json:
+        print(json.dumps(as_json(explained), indent=2))
+    else:
+        print_explained(explained, Console(), full=args.full)
+    return 0
+
+
+def _list(args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps({name: one.known_from for name, one in PRESETS.items()}, indent=2))
+    else:
+        print_presets(Console())
+
+
+def _explained(args: argparse.Namespace) -> Explained:
+    if args.plan is None:
+        raise ConfigError(
+            "Name a plan: a preset such as zero3, or a file. shardwise explain --list prints the presets."
+        )
+    if args.world is None or args.world < 1:
+        raise ConfigError(f"For how many ranks? Give --world N of at least 1, not {args.world}.")
+    if args.optimizer_states < 0:
+        raise ConfigError(f"--optimizer-states is {args.optimizer_states}; an optimizer keeps none or more.")
+    plan = load_plan(args.plan, args.set)
+    mesh = mesh_for(plan, args.world)
+    table = table_for(plan, mesh)
+    units, sizes = _units(args.model, plan, table, mesh)
+    return explain(plan, mesh, table, preset(plan.preset).known_from, units, sizes, args.optimizer_states)
+
+
+def _units(
+    model: str | None, plan: Plan, table: Table, mesh: Mesh
+) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
+    if model is None:
+        return stand_in(table, mesh), ()
+    model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
+    units: tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]] = model_file.units_of(model, plan, table, mesh)
+    return units

@@ -1,0 +1,105 @@
+"""What `explain` has to say, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from shardwise.config import Plan, plan_table
+from shardwise.mesh import Mesh
+from shardwise.placement import KINDS, Table, pack, padded_numel, table_for
+from shardwise.program import FlatSpec, Footprint, StepProgram, UnitSpec, plan_step, render, straight_trace
+
+NUM_STAND_INS = 4
+STAND_IN_NUMEL = 2**20
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """A unit of a real model: elements of its parameters, all of them and the frozen ones."""
+
+    name: str
+    numel: int
+    frozen_numel: int = 0
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A plan on a mesh: its table, the program of one step, and what each rank holds and sends.
+
+    `sizes` is empty if the units stand in for a model. `replicated` is what training without sharding holds.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    table: Table
+    known_from: str
+    sizes: tuple[UnitSize, ...]
+    num_states: int
+    step: StepProgram
+    replicated: Footprint
+
+    @property
+    def program(self) -> str:
+        return render(self.step.micro_batch) + render(self.step.step)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one rank sends in one optimizer step, all its micro-batches included."""
+        return self.step.sent_bytes(self.plan.accumulate)
+
+
+def explain(
+    plan: Plan,
+    mesh: Mesh,
+    table: Table,
+    known_from: str,
+    units: tuple[UnitSpec, ...],
+    sizes: tuple[UnitSize, ...],
+    num_states: int,
+) -> Explained:
+    """Plan one step of `units`, used one after the other, and the same step with a copy on every rank."""
+    copies = table_for(Plan(preset="ddp", precision=plan.precision), mesh).on(mesh)
+    replicas = tuple(replace(unit, flats=tuple(replace(flat, table=copies) for flat in unit.flats)) for unit in units)
+    step, replicated = (_planned(plan, some, num_states) for some in (units, replicas))
+    return Explained(plan, mesh, table, known_from, sizes, num_states, step, replicated.footprint)
+
+
+def stand_in(table: Table, mesh: Mesh) -> tuple[UnitSpec, ...]:
+    """Units to look at where there is no model."""
+    numel = padded_numel(pack([("weight", (STAND_IN_NUMEL,))]), mesh.world_size)
+    names = [f"h.{index}" for index in range(NUM_STAND_INS)]
+    return tuple(UnitSpec(name, (FlatSpec(name, numel, 1, table.on(mesh), mesh),)) for name in names)
+
+
+def as_json(explained: Explained) -> dict[str, Any]:
+    """Everything as values that JSON has; bytes are per rank."""
+    table = explained.table
+    return {
+        "plan": {path: {"value": value, "from": origin} for path, value, origin in plan_table(explained.plan)},
+        "mesh": dict(zip(explained.mesh.axes, explained.mesh.sizes, strict=True)),
+        "known_from": explained.known_from,
+        "table": {kind: asdict(table.place(kind)) for kind in KINDS},
+        "compute": table.compute,
+        "wire": table.wire,
+        "units": [asdict(size) for size in explained.sizes] or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",
+        "optimizer_states": explained.num_states,
+        "bytes": by_kind(explained.step.footprint),
+        "replicated_bytes": by_kind(explained.replicated),
+        "sent_bytes_per_step": explained.sent_bytes,
+        "program": explained.program,
+    }
+
+
+def by_kind(footprint: Footprint) -> dict[str, int]:
+    return {**asdict(footprint), "total": footprint.total}
+
+
+def _planned(plan: Plan, units: Sequence[UnitSpec], num_states: int) -> StepProgram:
+    return plan_step(
+        units,
+        straight_trace(tuple(units)),
+        prefetch_bytes=None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes,
+        states_per_param=num_states,
+    )

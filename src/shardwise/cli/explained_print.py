@@ -1,0 +1,164 @@
+"""What `explain` has to say, for people."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
+
+from shardwise.cli.explained import NUM_STAND_INS, STAND_IN_NUMEL, Explained, UnitSize, by_kind
+from shardwise.config import plan_table
+from shardwise.placement import KINDS, PRESETS, Place
+from shardwise.program import shortened
+from shardwise.units import format_bytes, format_count
+
+MAX_UNITS = 16
+MEANINGS = {
+    "param": "parameters, between steps",
+    "held": "parameters, from forward to backward",
+    "grad": "gradients, waiting for the step",
+    "optim": "optimizer states and master weights",
+    "working": "gathered and travelling, at the peak",
+}
+
+
+def print_explained(explained: Explained, console: Console, *, full: bool) -> None:
+    plan, mesh = explained.plan, explained.mesh
+    ranks = "1 rank" if mesh.world_size == 1 else f"{mesh.world_size} ranks"
+    console.print(Text.assemble((plan.preset, "bold cyan"), f" on {mesh}, {ranks}"), soft_wrap=True)
+    console.print(Text(f"known from {explained.known_from}", "dim"), soft_wrap=True)
+    _section(console, "plan", _plan_grid(explained))
+    _section(console, "table", _table_grid(explained), _below_rows(explained))
+    _section(console, "units", *_units_lines(explained))
+    _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
+    _section(console, "sent per rank and step", Text(_sent(explained)))
+    text = explained.program if full else shortened(explained.program)
+    _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
+    for line in text.splitlines():
+        style = "dim" if line.lstrip().startswith("#") else "" if line[0] == " " else "cyan"
+        console.print(Text(f"  {line}", style), soft_wrap=True)
+
+
+def print_presets(console: Console) -> None:
+    grid = _grid("preset", "axes", *KINDS)
+    sources = _grid("preset", "known from")
+    for name, one in PRESETS.items():
+        places = [_split_over(place) for place in (one.param, one.held, one.grad, one.optim)]
+        grid.add_row(Text(name, "cyan"), " x ".join(one.axes), *places)
+        sources.add_row(Text(name, "cyan"), one.known_from)
+    _section(console, "what each row is split over", grid)
+    _section(console, "where it is known from", sources)
+
+
+def _split_over(place: Place) -> Text:
+    """The axes alone: the columns are many and a terminal is narrow."""
+    if place.partial:
+        return Text(f"partial {'+'.join(place.partial)}", "yellow")
+    return Text("+".join(place.shard), "green") if place.shard else Text("copy")
+
+
+def _section(console: Console, title: str, *below: object) -> None:
+    console.print()
+    console.print(Text(title, "bold"))
+    for one in below:
+        console.print(Padding(one, (0, 0, 0, 2)) if isinstance(one, Grid | Text) else one)
+
+
+def _grid(*columns: str, right: Sequence[str] = ()) -> Grid:
+    grid = Grid(box=None, pad_edge=False, header_style="dim", show_header=any(columns))
+    for column in columns:
+        grid.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return grid
+
+
+def _plan_grid(explained: Explained) -> Grid:
+    """Every value that says something, and where it came from; rows and wires that were left alone do not."""
+    grid = _grid("", "", "")
+    for path, value, origin in plan_table(explained.plan):
+        if value is None and origin == "default" and path != "mesh":
+            continue
+        said = "as the preset" if value is None else str(value)
+        grid.add_row(path, Text(said), Text(origin, "dim" if origin == "default" else "yellow"))
+    return grid
+
+
+def _table_grid(explained: Explained) -> Grid:
+    grid = _grid("", "place", "dtype", "tier", "")
+    for kind in KINDS:
+        place = explained.table.place(kind)
+        grid.add_row(Text(kind, "cyan"), _place(place), place.dtype, place.tier, Text(MEANINGS[kind], "dim"))
+    return grid
+
+
+def _place(place: Place) -> Text:
+    """The place without its dtype, as a table has a column for that."""
+    words = str(place).removesuffix(place.tier).split(place.dtype)[0].strip()
+    return Text(words, "" if words == "copy" else "green")
+
+
+def _below_rows(explained: Explained) -> Text:
+    """What the rows do not say."""
+    table, mesh = explained.table, explained.mesh
+    text = f"computes in {table.compute}; gradients travel in {table.wire}"
+    alone = [axis for axis in mesh.axes if mesh.size(axis) == 1]
+    if alone:
+        text += f"; nothing is split over {' and '.join(alone)}, which has one rank"
+    return Text(text)
+
+
+def _units_lines(explained: Explained) -> Iterator[Grid | Text]:
+    if not explained.sizes:
+        count = format_count(STAND_IN_NUMEL)
+        yield Text(f"No model was given: {NUM_STAND_INS} units of {count} parameters stand in. See --model.", "yellow")
+        return
+    grid = _grid("", "parameters", "", right=["parameters"])
+    rows = list(_unit_rows(explained.sizes))
+    middle = len(rows) - MAX_UNITS
+    for index, row in enumerate(rows):
+        if middle <= 1 or not MAX_UNITS // 2 <= index < MAX_UNITS // 2 + middle:
+            grid.add_row(*row)
+        elif index == MAX_UNITS // 2:
+            grid.add_row(Text(f"... {middle} more", "dim"))
+    total = sum(size.numel for size in explained.sizes)
+    grid.add_row(Text("all", "bold"), Text(format_count(total), "bold"))
+    yield grid
+
+
+def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
+    """A row per unit; neighbours that differ in their number alone share one."""
+    alike = itertools.groupby(sizes, lambda size: (re.sub(r"\d+", "#", size.name), size.numel, size.frozen_numel))
+    for (_, numel, frozen), group in alike:
+        names = [size.name for size in group]
+        name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        notes = [f"each of {len(names)}"] if len(names) > 1 else []
+        notes += [f"{format_count(frozen)} frozen"] if frozen else []
+        yield name, format_count(numel), ", ".join(notes)
+
+
+def _bytes_grid(explained: Explained) -> Grid:
+    grid = _grid("", "promised", "replicated", "", right=["promised", "replicated"])
+    promised, replicated = by_kind(explained.step.footprint), by_kind(explained.replicated)
+    for kind, num_bytes in promised.items():
+        style = "bold" if kind == "total" else ""
+        cells = [Text(format_bytes(one), style) for one in (num_bytes, replicated[kind])]
+        note = f"{num_bytes / max(1, replicated[kind]):.0%} of replicated" if kind == "total" else MEANINGS[kind]
+        grid.add_row(Text(kind, style or "cyan"), *cells, Text(note, "dim"))
+    return grid
+
+
+def _bytes_note(explained: Explained) -> Text:
+    num = explained.num_states
+    states = "no state" if num == 0 else "1 state" if num == 1 else f"{num} states"
+    text = f"With {states} per parameter (--optimizer-states). Activations are the model's own. Replicated is ddp."
+    return Text(text, "dim")
+
+
+def _sent(explained: Explained) -> str:
+    num = explained.plan.accumulate
+    text = format_bytes(explained.sent_bytes)
+    return text if num == 1 else f"{text} in {num} micro-batches"

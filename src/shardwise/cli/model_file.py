@@ -1,0 +1,111 @@
+"""A model from a Python file, built without memory, as units."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.cli.explained import UnitSize
+from shardwise.config import Plan
+from shardwise.errors import ModelError, nearest
+from shardwise.mesh import Mesh
+from shardwise.placement import Table
+from shardwise.program import UnitSpec
+from shardwise.storage import UnitChoice, choose_units, unit_spec
+
+
+def units_of(source: str, plan: Plan, table: Table, mesh: Mesh) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
+    """The units that `plan` makes of the model that `FILE:CALLABLE` builds, and their sizes.
+
+    Runs the file and the callable; parameters are on the meta device and take no memory.
+    """
+    model = build_model(source)
+    choices = choose_units(model, plan)
+    specs = [(choice, unit_spec(choice, table, mesh)) for choice in choices]
+    kept = [(choice, spec) for choice, spec in specs if spec.flats]
+    if not kept:
+        raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to place.")
+    return tuple(spec for _, spec in kept), tuple(_size(choice) for choice, _ in kept)
+
+
+def build_model(source: str) -> nn.Module:
+    """Call `FILE:CALLABLE` on the meta device."""
+    file, colon, name = source.rpartition(":")
+    if not (colon and file and name):
+        raise ModelError(f"--model is {source!r}; write FILE:CALLABLE, such as train.py:build_model.")
+    build = _callable(_imported(Path(file)), file, name)
+    try:
+        with torch.device("meta"):
+            model = build()
+    except Exception as error:
+        raise ModelError(
+            f"{name} in {file} failed on the meta device, where tensors have shapes but no values: "
+            f"{type(error).__name__}: {error}. Build the model without reading values or loading weights."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{name} in {file} returns {type(model).__name__}; it must return a torch.nn.Module.")
+    return model
+
+
+def _imported(path: Path) -> ModuleType:
+    """`path` as a module. Files beside it can be imported, as if it had been run."""
+    if not path.is_file():
+        folder = path.parent
+        files = [file.name for file in folder.glob("*.py")] if folder.is_dir() else []
+        hint = nearest(path.name, files) if files else "There is no Python file in that folder."
+        raise ModelError(f"There is no file {str(path)!r}. {hint}")
+    spec = importlib.util.spec_from_file_location(f"_explained_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} is not a Python file; its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their own module up there
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"{path} could not be imported: {type(error).__name__}: {error}. "
+            f"Keep what must not run then under `if __name__ == '__main__':`."
+        ) from error
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+    return module
+
+
+def _callable(module: ModuleType, file: str, name: str) -> Callable[[], Any]:
+    build = getattr(module, name, None)
+    if not callable(build):
+        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        hint = nearest(name, names) if names else "The file defines none."
+        raise ModelError(f"{file} has no callable {name!r}. {hint}")
+    needed = _needed(build)
+    if needed:
+        raise ModelError(
+            f"{name} in {file} needs {' and '.join(needed)}. Name a callable that needs nothing, "
+            f"such as `def build(): return {name}(...)`."
+        )
+    found: Callable[[], Any] = build
+    return found
+
+
+def _needed(build: Callable[..., Any]) -> list[str]:
+    """The arguments without which `build` cannot be called, as far as it says."""
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):  # some built-in callables have no signature
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
+
+
+def _size(choice: UnitChoice) -> UnitSize:
+    frozen = sum(param.numel() for param in choice.params.values() if not param.requires_grad)
+    return UnitSize(choice.name, sum(param.numel() for param in choice.params.values()), frozen)

@@ -1,0 +1,53 @@
+"""The golden programs: one text per preset. `python tests/golden/refresh.py` writes them anew.
+
+A refactoring leaves them as they are; a change of a scheme shows here as the lines that changed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.config import Plan
+from shardwise.mesh import Mesh
+from shardwise.placement import PRESETS, mesh_for, pack, padded_numel, table_for
+from shardwise.program import FlatSpec, UnitSpec, plan_step, render, straight_trace
+
+FOLDER = Path(__file__).parent
+REFRESH = "python tests/golden/refresh.py"
+BLOCK, EMBEDDING = 12 * 256**2, 1000 * 256
+"""Elements: a transformer block of width 256, and an embedding of 1000 words."""
+
+
+def texts() -> dict[str, str]:
+    """The program of every preset by file name."""
+    return {f"{name}.txt": _text(name) for name in PRESETS}
+
+
+def _text(name: str) -> str:
+    plan = Plan(preset=name, precision="bf16", mesh={"node": 2, "local": 2} if len(PRESETS[name].axes) == 2 else None)
+    mesh = mesh_for(plan, 4)
+    units = _units(plan, mesh)
+    planned = plan_step(units, straight_trace(units), buffers_bytes=1024)
+    header = f"# {name} in bf16 on {mesh}; h.1 also has a frozen buffer. Refresh: {REFRESH}\n"
+    return header + render(planned.micro_batch) + render(planned.step)
+
+
+def _units(plan: Plan, mesh: Mesh) -> tuple[UnitSpec, ...]:
+    table = table_for(plan, mesh).on(mesh)
+
+    def flat(name: str, num_elements: int, *, trainable: bool = True) -> FlatSpec:
+        slots = pack([(name, (num_elements,))])
+        return FlatSpec(name, padded_numel(slots, mesh.world_size), 1, table, mesh, trainable)
+
+    return (
+        UnitSpec("wte", (flat("wte", EMBEDDING),)),
+        UnitSpec("h.0", (flat("h.0", BLOCK),)),
+        UnitSpec("h.1", (flat("h.1", BLOCK), flat("h.1:frozen", 256 * 16, trainable=False))),
+        UnitSpec("head", (flat("head", EMBEDDING),)),
+    )
+
+
+if __name__ == "__main__":
+    for file_name, text in texts().items():
+        (FOLDER / file_name).write_text(text, encoding="utf-8")
+        print(f"wrote {FOLDER / file_name}")

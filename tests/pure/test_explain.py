@@ -1,0 +1,281 @@
+"""`shardwise explain`: what it prints, what it counts, what it refuses, and that it does so without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli import explain
+from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
+from shardwise.placement import PRESETS
+from shardwise.program import parse, shortened
+
+MODEL = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import sizes  # a file beside this one
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(sizes.WIDTH, sizes.WIDTH)
+
+
+class Tiny(nn.Module):
+    def __init__(self, depth=3):
+        super().__init__()
+        self.wte = nn.Embedding(500, sizes.WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(sizes.WIDTH, 500)
+        self.head.weight.requires_grad_(False)
+
+
+def tiny():
+    return Tiny()
+
+
+def deep():
+    return Tiny(depth=12)
+
+
+def sized(width, *rest, depth=2, **others):
+    return Tiny()
+
+
+def reads_values():
+    return nn.Linear(int(torch.ones(1).item()), 1)
+
+
+def text():
+    return "a model"
+
+
+def hollow():
+    return nn.Identity()
+
+
+number = 7
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    (tmp_path / "sizes.py").write_text("WIDTH = 64\n")
+    path = tmp_path / "tiny_model.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    explain.add_arguments(parser)
+    return explain.run(parser.parse_args(arguments))
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(*arguments) == 0
+    out = capsys.readouterr().out
+    return "\n".join(line.rstrip() for line in out.splitlines())
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    return json.loads(said(capsys, *arguments, "--json"))
+
+
+def refused(*arguments: str) -> str:
+    with pytest.raises(ShardwiseError) as caught:
+        run(*arguments)
+    return str(caught.value)
+
+
+# --- what is printed ---------------------------------------------------------------------------------
+
+
+def test_a_preset_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "zero3", "--world", "4", "--set", "precision=bf16")
+    assert out.startswith("zero3 on dp=4, 4 ranks\nknown from ZeRO stage 3 (arXiv:1910.02054), FSDP")
+    assert "  preset          zero3          argument\n" in out
+    assert "  precision       bf16           override 'precision=bf16'\n" in out
+    assert "  held   shard(dp)  bf16   device  parameters, from forward to backward\n" in out
+    assert "computes in bf16; gradients travel in bf16\n" in out
+    assert "No model was given: 4 units of 1.0 M parameters stand in. See --model." in out
+    assert "  param     2.0 MiB     8.0 MiB  parameters, between steps\n" in out
+    assert "      gather          h.0  param  dp  bf16  1572864 B  @gather\n" in out
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("world", ["1", "8"])
+def test_every_preset_can_be_explained(name: str, world: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, name, "--world", world)
+    assert out.startswith(f"{name} on ")
+    assert PRESETS[name].known_from in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_an_axis_of_one_rank_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing is split over node, which has one rank" in said(capsys, "hsdp", "--world", "4")
+
+
+def test_a_plan_file_is_named_with_its_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("preset: zero2\naccumulate: 4\nrows:\n  grad:\n    dtype: bf16\n")
+    values = as_json(capsys, str(plan), "--world", "2")["plan"]
+    assert values["preset"] == {"value": "zero2", "from": f"{plan}:1"}
+    assert values["rows.grad.dtype"] == {"value": "bf16", "from": f"{plan}:5"}
+    assert "in 4 micro-batches" in said(capsys, str(plan), "--world", "2")
+
+
+def test_long_programs_are_shortened_in_the_middle_unless_asked(
+    model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["zero3", "--world", "4", "--model", f"{model_file}:deep", "--set", "precision=bf16"]
+    short, full = said(capsys, *arguments), said(capsys, *arguments, "--full")
+    assert "program of one step (--full prints all)\n" in short
+    assert "  # ... 19 moments ...\n  after forward h.11\n" in short
+    assert "      # ... 5 actions ...\n" in short
+    assert "..." not in full.partition("program of one step\n")[2]
+
+
+@pytest.mark.parametrize("num_moments", range(1, 12))
+def test_what_is_left_of_a_program_parses(num_moments: int, capsys: pytest.CaptureFixture[str]) -> None:
+    text = as_json(capsys, "hpz", "--world", "4", "--set", "mesh={node: 2, local: 2}")["program"]
+    blocks, kept = parse(text), parse(shortened(text, num_moments))
+    assert [kept[0], kept[-1]] == [blocks[0], blocks[-1]]
+    assert [block.moment for block in kept] == [one.moment for one in blocks if one in kept]
+    assert "before backward h.3" in [str(block.moment) for block in kept] or num_moments == 1
+
+
+def test_the_list_has_every_preset_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "--list")
+    for name, one in PRESETS.items():
+        assert f"  {name}" in out
+        assert one.known_from in out
+    assert as_json(capsys, "--list") == {name: one.known_from for name, one in PRESETS.items()}
+
+
+# --- what is counted ---------------------------------------------------------------------------------
+
+
+def test_bytes_are_what_one_counts_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    told = as_json(capsys, "zero2", "--world", "4", "--set", "precision=bf16", "--optimizer-states", "1")
+    numel = 4 * 2**20
+    assert told["bytes"]["param"] == 2 * numel
+    assert told["bytes"]["grad"] == 4 * numel // 4
+    assert told["bytes"]["optim"] == (4 + 4) * numel // 4
+    assert told["replicated_bytes"]["optim"] == (4 + 4) * numel
+    verdict = 2 * 3 * 2 * 4  # an all-reduce of five fp32, in chunks of two, among four
+    assert told["sent_bytes_per_step"] == 2 * numel * 2 * 3 // 4 + verdict
+
+
+def test_ddp_needs_what_replicated_training_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    told = as_json(capsys, "ddp", "--world", "3")
+    assert told["bytes"] == told["replicated_bytes"]
+
+
+def test_micro_batches_are_counted_where_they_send(capsys: pytest.CaptureFixture[str]) -> None:
+    def sent(name: str, num: int) -> int:
+        told = as_json(capsys, name, "--world", "2", "--set", f"accumulate={num}")
+        return int(told["sent_bytes_per_step"])
+
+    assert sent("zero1", 5) == sent("zero1", 1)
+    assert sent("zero3", 5) > 4 * sent("zero3", 1)
+
+
+# --- a real model ------------------------------------------------------------------------------------
+
+
+def test_a_real_model_is_chosen_into_units(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = as_json(capsys, "zero3", "--world", "2", "--model", f"{model_file}:tiny")
+    block = 64 * 64 + 64
+    assert told["units"] == [
+        {"name": "wte", "numel": 500 * 64, "frozen_numel": 0},
+        *({"name": f"h.{index}", "numel": block, "frozen_numel": 0} for index in range(3)),
+        {"name": "head", "numel": 500 * 64 + 500, "frozen_numel": 500 * 64},
+    ]
+    assert "gather          head:frozen" in told["program"]
+    out = said(capsys, "zero3", "--world", "2", "--model", f"{model_file}:tiny")
+    assert "  h.0 ... h.2       4.2 K  each of 3\n" in out
+    assert "  head             32.5 K  32.0 K frozen\n" in out
+    assert "No model was given" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "letter"),
+    [
+        ("tniy", "has no callable 'tniy'. Did you mean 'tiny'?"),
+        ("number", "has no callable 'number'."),
+        ("sized", "needs width. Name a callable that needs nothing, such as `def build(): return sized(...)`."),
+        ("reads_values", "failed on the meta device, where tensors have shapes but no values: "),
+        ("text", "text in {file} returns str; it must return a torch.nn.Module."),
+        ("hollow", "builds a Identity without parameters"),
+    ],
+)
+def test_a_callable_that_gives_no_model_is_refused(name: str, letter: str, model_file: Path) -> None:
+    assert letter.format(file=model_file) in refused("zero3", "--world", "2", "--model", f"{model_file}:{name}")
+
+
+def test_a_file_that_gives_no_module_is_refused(model_file: Path) -> None:
+    def letter(source: object) -> str:
+        return refused("zero3", "--world", "2", "--model", str(source))
+
+    assert "Did you mean 'tiny_model.py'?" in letter(model_file.with_name("tinymodel.py:tiny"))
+    assert "There is no Python file in that folder." in letter(model_file.parent / "nowhere" / "a.py:b")
+    assert "write FILE:CALLABLE, such as train.py:build_model." in letter("tiny_model.py")
+    model_file.write_text("import no_such_thing")
+    assert "could not be imported: ModuleNotFoundError: No module named 'no_such_thing'." in letter(
+        f"{model_file}:tiny"
+    )
+    model_file.write_text("raise SystemExit(3)")
+    assert "under `if __name__ == '__main__':`" in letter(f"{model_file}:tiny")
+    plain = model_file.with_name("notes")
+    plain.write_text("")
+    assert "its name must end in .py." in letter(f"{plain}:tiny")
+
+
+def test_a_refused_model_leaves_the_path_as_it_was(model_file: Path) -> None:
+    before = list(sys.path)
+    with pytest.raises(ModelError):
+        run("zero3", "--world", "2", "--model", f"{model_file}:number")
+    assert sys.path == before
+
+
+# --- what is refused ---------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_explained_is_refused() -> None:
+    assert refused("zero4", "--world", "2").startswith("There is no preset 'zero4'. Did you mean 'zero")
+    assert refused("--world", "2").startswith("Name a plan: a preset such as zero3, or a file.")
+    assert refused("zero3") == "For how many ranks? Give --world N of at least 1, not None."
+    assert refused("zero3", "--world", "0") == "For how many ranks? Give --world N of at least 1, not 0."
+    assert "makes 3 ranks, but the world has 4" in refused("zero3", "--world", "4", "--set", "mesh={dp: 3}")
+    assert "an optimizer keeps none or more" in refused("zero3", "--world", "2", "--optimizer-states", "-1")
+    with pytest.raises(PlacementError):
+        run("ddp", "--world", "2", "--set", "rows.param.shard=[dp]")
+    with pytest.raises(ConfigError, match="Did you mean 'accumulate'"):
+        run("ddp", "--world", "2", "--set", "acumulate=2")
+
+
+def test_torch_is_imported_for_a_model_alone() -> None:
+    script = (
+        "import sys; from shardwise.cli.main import main; "
+        "assert main(['explain', 'zero3', '--world', '4']) == 0; "
+        "assert main(['explain', '--list']) == 0; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,549 @@
+"""Programs: text that parses back, a check that refuses, passes that change when but never what."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+from drawn import ONE, TWO, flat, placed, traces, unit_lists, with_dtypes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import ProgramError
+from shardwise.mesh import Mesh
+from shardwise.placement import PRESETS, WIDTH
+from shardwise.program import (
+    AFTER_STEP,
+    BEFORE_STEP,
+    END_OF_BACKWARD,
+    Action,
+    Block,
+    Moment,
+    Program,
+    StepProgram,
+    Trace,
+    UnitSpec,
+    build_pass,
+    check,
+    overlap,
+    parse,
+    plan_step,
+    prefetch,
+    render,
+    straight_trace,
+)
+from shardwise.program.action import SUBJECTS, VERBS, Edge, Phase, Stream
+
+# --- text --------------------------------------------------------------------------------------------
+
+NAMES = st.text(st.characters(exclude_categories=["Z", "C"], exclude_characters="#"), min_size=1, max_size=8)
+UNITS = st.just("") | NAMES
+MOMENTS = st.builds(Moment, st.sampled_from(get_args(Edge)), st.sampled_from(get_args(Phase)), UNITS)
+COMMUNICATING = ("gather", "reduce_scatter", "all_reduce", "agree", "broadcast")
+
+
+@st.composite
+def actions(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Action:
+    """Any action that the library can make: those without an axis have no dtype, bytes or stream either."""
+    verb, name, subject = draw(st.sampled_from(sorted(VERBS))), draw(NAMES), draw(st.sampled_from(sorted(SUBJECTS)))
+    if verb not in COMMUNICATING and draw(st.booleans()):
+        return Action(verb, name, subject)
+    sent = draw(st.integers(0, 2**50)) if verb in COMMUNICATING else 0
+    dtype = draw(st.sampled_from([*WIDTH, "-"]))
+    return Action(verb, name, subject, draw(NAMES), dtype, sent, draw(st.sampled_from(get_args(Stream))))
+
+
+PROGRAMS = st.lists(st.builds(Block, MOMENTS, st.lists(actions(), max_size=4).map(tuple)), max_size=5).map(tuple)
+
+
+@given(MOMENTS)
+def test_a_moment_parses_back(moment: Moment) -> None:
+    assert Moment.parse(str(moment)) == moment
+
+
+@given(actions())
+def test_an_action_parses_back(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+
+
+@given(PROGRAMS)
+def test_a_program_parses_back(program: Program) -> None:
+    assert parse(render(program)) == program
+
+
+def test_comments_and_blank_lines_are_passed_over() -> None:
+    text = "# a title\n\nbefore forward h.0\n    # why\n    gather h.0 param dp bf16 96 B @gather\n\n"
+    gather = Action("gather", "h.0", "param", "dp", "bf16", 96, "gather")
+    assert parse(text) == (Block(Moment("before", "forward", "h.0"), (gather,)),)
+
+
+@pytest.mark.parametrize("text", ["during forward h.0", "before lunch", "before forward a b", "gather h.0"])
+def test_what_is_no_moment_is_refused(text: str) -> None:
+    with pytest.raises(ProgramError, match=f"'{text}' is not a moment; one reads like 'before forward h.0'"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "grab h.0 full",
+        "gather h.0",
+        "gather h.0 everything dp bf16",
+        "gather h.0 full dp",
+        "wait",
+        "gather h.0 full dp int3",
+        "gather h.0 full dp bf16 many B",
+        "gather h.0 full dp bf16 9 B @gahter",
+    ],
+)
+def test_what_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(ProgramError, match=f"'{text}' is not an action; one reads like 'gather h.0"):
+        Action.parse(text)
+
+
+# --- check -------------------------------------------------------------------------------------------
+
+
+def units_of(name: str, mesh: Mesh | None = None, *, num: int = 3, **dtypes: Any) -> tuple[UnitSpec, ...]:
+    mesh = mesh or (ONE if len(PRESETS[name].axes) == 1 else TWO)
+    table = with_dtypes(PRESETS[name], mesh, **dtypes)
+    return tuple(UnitSpec(f"h.{index}", (flat(f"h.{index}", table, mesh),)) for index in range(num))
+
+
+def planned(units: tuple[UnitSpec, ...], **options: Any) -> StepProgram:
+    return plan_step(units, straight_trace(units), **options)
+
+
+def edited(program: Program, moment: str, edit: Callable[[list[Action]], Iterable[Action]]) -> Program:
+    """`program` with other actions at `moment`."""
+    assert [str(block.moment) for block in program].count(moment) == 1
+    return tuple(
+        Block(block.moment, tuple(edit(list(block.actions)))) if str(block.moment) == moment else block
+        for block in program
+    )
+
+
+def without(text: str) -> Callable[[list[Action]], list[Action]]:
+    """Drop the one action that begins with `text`."""
+
+    def drop(actions: list[Action]) -> list[Action]:
+        [dropped] = [action for action in actions if str(action).startswith(text)]
+        return [action for action in actions if action is not dropped]
+
+    return drop
+
+
+def with_first(text: str) -> Callable[[list[Action]], list[Action]]:
+    return lambda actions: [Action.parse(text), *actions]
+
+
+def with_last(text: str) -> Callable[[list[Action]], list[Action]]:
+    return lambda actions: [*actions, Action.parse(text)]
+
+
+@pytest.mark.parametrize(
+    ("moment", "edit", "letter"),
+    [
+        ("before forward h.1", without("wait h.1 full"), "before forward h.1: h.1 computes, but is flying."),
+        ("before forward h.0", without("gather h.1"), "'wait h.1 full', but it is absent, not on its way."),
+        ("before forward h.0", with_last("gather h.0 param dp bf16 0 B"), "but it is whole already."),
+        ("before forward h.0", with_last("gather h.2 param pd bf16 0 B"), "but it is not sharded over pd."),
+        ("before forward h.0", with_first("gather x param dp bf16 0 B"), "but there is no flat buffer 'x'."),
+        ("after forward h.0", with_last("free h.0 full"), "after forward h.0: 'free h.0 full', but it is absent."),
+        ("after forward h.0", with_last("wait h.2 grad"), "but no reduction of it is on its way."),
+        ("after backward h.1", without("free h.1 full"), "After the backward h.1 are not back at rest."),
+        ("after backward h.1", without("wait h.2 grad"), "the gradients of h.2 are still on their way."),
+        ("after backward h.1", without("reduce_scatter h.1"), "but no reduction of it is on its way."),
+        ("after backward", with_last("reduce_scatter h.1 grad dp fp32 0 B"), "but nothing of it is left to reduce."),
+    ],
+)
+def test_a_broken_zero3_program_is_refused(moment: str, edit: Any, letter: str) -> None:
+    units = units_of("zero3")
+    program = planned(units).micro_batch
+    check(program, units)
+    with pytest.raises(ProgramError, match=re.escape(letter)):
+        check(edited(program, moment, edit), units)
+
+
+def test_a_gradient_that_is_never_reduced_is_refused() -> None:
+    units = units_of("zero2")
+    program = tuple(
+        Block(block.moment, tuple(action for action in block.actions if action.flat != "h.1"))
+        for block in planned(units).micro_batch
+    )
+    with pytest.raises(ProgramError, match=r"After the backward the gradients of h\.1 are not reduced\."):
+        check(program, units)
+
+
+def test_a_gather_over_two_axes_needs_both() -> None:
+    units = units_of("hpz")
+    program = planned(units, prefetch_bytes=0).micro_batch
+    broken = edited(program, "before forward h.1", lambda actions: actions[:2])
+    with pytest.raises(ProgramError, match=r"h\.1 computes, but is partly whole\."):
+        check(broken, units)
+
+
+def test_what_rests_whole_is_never_freed() -> None:
+    units = units_of("ddp")
+    program = edited(planned(units).micro_batch, "after forward h.0", with_last("free h.0 full"))
+    with pytest.raises(ProgramError, match="it rests whole and is never freed"):
+        check(program, units)
+
+
+def test_two_steps_of_a_reduction_need_a_wait_between() -> None:
+    units = units_of("hsdp")
+    program = planned(units).micro_batch
+    with pytest.raises(ProgramError, match="its last reduction is still on its way"):
+        check(edited(program, "after backward h.1", without("wait h.2 grad")), units)
+
+
+# --- every table, every trace ------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_every_trace_of_every_table_passes_the_check(data: st.DataObject) -> None:
+    mesh, table = data.draw(placed())
+    units = data.draw(unit_lists(mesh, table))
+    trace = data.draw(traces(units))
+    budget = data.draw(st.none() | st.integers(0, 3 * max(unit_bytes(units))))
+    plan = plan_step(units, trace, prefetch_bytes=budget)  # checks
+    assert [block.moment for block in plan.micro_batch] == [*trace, END_OF_BACKWARD]
+    assert parse(render(plan.micro_batch)) == plan.micro_batch
+    assert plan.footprint.working >= 0
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_an_evaluation_leaves_everything_at_rest(data: st.DataObject) -> None:
+    mesh, table = data.draw(placed())
+    units = data.draw(unit_lists(mesh, table))
+    trace = data.draw(traces(units, training=False))
+    program = plan_step(units, trace, training=False).micro_batch
+    verbs = Counter((action.verb, action.flat) for block in program for action in block.actions)
+    for unit in units:
+        for one in unit.flats:
+            assert verbs["gather", one.name] == len(one.table.param.shard) * verbs["free", one.name]
+    assert not any(action.subject in ("grad", "held") for block in program for action in block.actions)
+    assert END_OF_BACKWARD not in [block.moment for block in program]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_prefetching_changes_when_and_never_what(data: st.DataObject) -> None:
+    mesh, table = data.draw(placed())
+    units = data.draw(unit_lists(mesh, table))
+    training = data.draw(st.booleans())
+    trace = data.draw(traces(units, training=training))
+    full_bytes = {one.name: one.full_bytes for unit in units for one in unit.flats}
+    budget = data.draw(st.integers(0, 4 * max(full_bytes.values())))
+    plain = build_pass(units, trace, training=training)
+    ahead = prefetch(plain, full_bytes, budget)
+    assert counted(ahead) == counted(plain) == counted(overlap(plain), but="wait")
+    assert prefetch(plain, full_bytes, 0) == plain
+    assert most_ahead(plain, ahead, full_bytes) <= budget
+    check(overlap(ahead), units)
+
+
+def test_the_next_unit_is_on_its_way_by_default() -> None:
+    units = units_of("zero3")
+    program = {str(block.moment): block.actions for block in planned(units).micro_batch}
+    assert [str(action).split(" param")[0] for action in program["before forward h.0"]] == [
+        "gather h.0",
+        "gather h.1",
+        "wait h.0 full",
+    ]
+    assert [action.flat for action in program["before backward h.1"] if action.verb == "gather"] == ["h.0"]
+
+
+def test_a_unit_with_two_buffers_is_on_its_way_as_a_whole() -> None:
+    table = with_dtypes(PRESETS["zero3"], ONE)
+    units = tuple(
+        UnitSpec(name, (flat(name, table, ONE), flat(f"{name}:frozen", table, ONE, trainable=False)))
+        for name in ("a", "b")
+    )
+    program = {str(block.moment): block.actions for block in planned(units).micro_batch}
+    gathered = [action.flat for action in program["before forward a"] if action.verb == "gather"]
+    assert gathered == ["a", "a:frozen", "b", "b:frozen"]
+
+
+def unit_bytes(units: Sequence[UnitSpec]) -> list[int]:
+    return [sum(one.full_bytes for one in unit.flats) for unit in units]
+
+
+def counted(program: Program, but: str = "") -> Counter[Action]:
+    actions = (action for block in program for action in block.actions if action.verb != but)
+    return Counter(action.on("compute") for action in actions)
+
+
+def most_ahead(plain: Program, ahead: Program, full_bytes: dict[str, int]) -> int:
+    """The most bytes gathered, or in flight, before the block for which they are due."""
+    due = {}
+    for name in full_bytes:
+        homes = [index for index, block in enumerate(plain) for _ in gathers_of(block, name)]
+        issued = [index for index, block in enumerate(ahead) for _ in gathers_of(block, name)]
+        due[name] = set(zip(issued, homes, strict=True))
+    return max(
+        sum(full_bytes[name] for name, pairs in due.items() for start, home in pairs if start <= index < home)
+        for index in range(len(plain))
+    )
+
+
+def gathers_of(block: Block, name: str) -> list[Action]:
+    return [action for action in block.actions if (action.verb, action.flat) == ("gather", name)]
+
+
+# --- shapes of traces that models have ---------------------------------------------------------------
+
+
+def trace_of(text: str) -> Trace:
+    """`> a` before and `< a` after, forward until the bar and backward behind it."""
+    forward, _, backward = text.partition("|")
+    moments = []
+    for phase, part in (("forward", forward), ("backward", backward)):
+        words = part.split()
+        moments += [
+            Moment("before" if edge == ">" else "after", phase, unit)
+            for edge, unit in zip(words[::2], words[1::2], strict=True)
+        ]
+    return tuple(moments)
+
+
+def verbs_at(program: Program) -> list[str]:
+    """What happens to which flat buffer, block by block, in one line each."""
+    return [" ".join(f"{action.verb}:{action.flat}" for action in block.actions) for block in program]
+
+
+def plain_pass(text: str, *, training: bool = True, name: str = "zero3") -> list[str]:
+    trace = trace_of(text)
+    table = with_dtypes(PRESETS[name], ONE)
+    units = [UnitSpec(unit, (flat(unit, table, ONE),)) for unit in sorted({moment.unit for moment in trace})]
+    program = build_pass(units, trace, training=training)
+    check(overlap(program), units)
+    return verbs_at(program)
+
+
+def test_the_last_unit_stays_whole_for_its_backward() -> None:
+    assert plain_pass("> a < a > b < b | > b < b > a < a") == [
+        "gather:a",
+        "free:a",
+        "gather:b",
+        "",
+        "",
+        "free:b reduce_scatter:b",
+        "gather:a",
+        "free:a reduce_scatter:a",
+        "",
+    ]
+
+
+def test_a_unit_used_twice_in_a_row_stays_whole_and_is_gathered_again_otherwise() -> None:
+    assert plain_pass("> a < a > a < a > b < b", training=False)[:4] == ["gather:a", "", "", "free:a"]
+    apart = plain_pass("> a < a > b < b > a < a", training=False)
+    assert apart == ["gather:a", "free:a", "gather:b", "free:b", "gather:a", "free:a"]
+
+
+def test_a_unit_around_others_stays_whole_meanwhile() -> None:
+    trace = "> rest > a < a > b < b < rest | > rest > b < b > a < a < rest"
+    assert plain_pass(trace) == [
+        "gather:rest",
+        "gather:a",
+        "free:a",
+        "gather:b",
+        "",
+        "",
+        "",
+        "",
+        "free:b reduce_scatter:b",
+        "gather:a",
+        "free:a reduce_scatter:a",
+        "free:rest reduce_scatter:rest",
+        "",
+    ]
+
+
+def test_a_unit_that_has_no_backward_is_freed_at_the_end() -> None:
+    assert plain_pass("> a < a > b < b > b < b | > a < a")[-1] == ""
+    assert plain_pass("> a < a > b | > b < b")[-1] == ""
+    assert plain_pass("> a < a > b")[-1] == "free:b"
+
+
+def test_what_is_kept_whole_is_gathered_once_however_often_it_is_used() -> None:
+    blocks = plain_pass("> a < a > b < b > a < a | > a < a > b < b", name="zero3-kept")
+    assert blocks[:6] == ["gather:a", "", "gather:b", "", "", ""]
+    assert plain_pass("> a < a > b < b | > b < b", name="zero3-kept")[-1] == "free:a"
+
+
+def test_a_second_use_takes_what_is_held_nearby() -> None:
+    """hpz: the second forward of a shared block gathers over the fast axis alone, as its backward does."""
+    units = units_of("hpz", num=2)
+    trace = trace_of("> h.0 < h.0 > h.1 < h.1 > h.0 < h.0 > h.1 < h.1 | > h.1 < h.1 > h.0 < h.0")
+    gathers = [action for block in build_pass(units, trace) for action in block.actions if action.verb == "gather"]
+    assert [f"{one.flat} {one.subject} {one.over}" for one in gathers] == [
+        "h.0 param node",
+        "h.0 param local",
+        "h.1 param node",
+        "h.1 param local",
+        "h.0 held local",
+        "h.1 held local",
+        "h.0 held local",
+    ]
+
+
+def test_a_backward_in_two_parts_reduces_twice() -> None:
+    """Reentrant checkpointing runs a backward inside a backward: a unit may be through more than once."""
+    for name in PRESETS:
+        units = units_of(name)
+        trace = (*straight_trace(units), *straight_trace(units)[-2:])
+        check(plan_step(units, trace).micro_batch, units)
+
+
+def test_frozen_units_are_gathered_and_never_reduced() -> None:
+    for name in PRESETS:
+        [unit] = units_of(name, num=1)
+        frozen = replace(unit, flats=tuple(replace(one, trainable=False) for one in unit.flats))
+        plan = planned((frozen,), buffers_bytes=8)
+        assert not any(action.subject == "grad" for block in plan.micro_batch for action in block.actions)
+        assert plan.step[0].actions == ()
+        assert (plan.footprint.grad, plan.footprint.optim) == (0, 0)
+
+
+def test_a_module_name_may_hold_a_colon() -> None:
+    table = with_dtypes(PRESETS["zero3"], ONE)
+    units = tuple(
+        UnitSpec(name, (flat(name, table, ONE), flat(f"{name}:frozen", table, ONE, trainable=False)))
+        for name in ("a:b", "a")
+    )
+    planned(units)
+
+
+# --- the step ----------------------------------------------------------------------------------------
+
+
+def step_verbs(name: str, **options: Any) -> list[list[str]]:
+    program = planned(units_of(name, num=2), **options).step
+    assert [block.moment for block in program] == [BEFORE_STEP, AFTER_STEP]
+    return [[f"{action.verb} {action.flat}" for action in block.actions] for block in program]
+
+
+def test_communication_of_a_step_overlaps_that_of_the_next_buffer() -> None:
+    before, after = step_verbs("zero1")
+    assert before == [
+        "reduce_scatter h.0",
+        "reduce_scatter h.1",
+        "wait h.0",
+        "wait h.1",
+        "agree *",
+    ]
+    assert after == ["cast h.0", "gather h.0", "cast h.1", "gather h.1", "wait h.0", "wait h.1"]
+
+
+def test_a_step_ends_with_the_buffers_if_there_are_any() -> None:
+    assert step_verbs("zero3")[1] == ["cast h.0", "cast h.1"]
+    assert step_verbs("zero3", buffers_bytes=8)[1] == ["cast h.0", "cast h.1", "broadcast *"]
+
+
+def test_one_rank_sends_nothing() -> None:
+    alone = Mesh(("dp",), (1,))
+    for name, one in PRESETS.items():
+        mesh = alone if len(one.axes) == 1 else Mesh(("node", "local"), (1, 1))
+        assert planned(units_of(name, mesh), buffers_bytes=8).sent_bytes() == 0
+
+
+# --- bytes -------------------------------------------------------------------------------------------
+
+NUMEL = 64 * 1024
+"""Elements of each flat buffer below, on four ranks."""
+
+
+def wide_units(name: str, num: int = 3) -> tuple[UnitSpec, ...]:
+    return tuple(
+        replace(unit, flats=tuple(replace(one, numel=NUMEL) for one in unit.flats)) for unit in units_of(name, num=num)
+    )
+
+
+def agreed_bytes(sizes: Sequence[int], num_params: int) -> int:
+    """The verdict: an all-reduce per axis of the squared norm and a flag per parameter, in fp32."""
+    return sum(2 * (size - 1) * -(-(num_params + 1) // size) * 4 for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "sixteenths"),
+    [
+        # per unit, in sixteenths of its bytes in bf16: n-1 of n on dp=4, 1 of 2 on each axis of 2 x 2
+        ("ddp", 3 * 2 * 12),  # all-reduce
+        ("zero1", 3 * (12 + 12)),  # reduce-scatter, and new parameters gathered
+        ("zero2", 3 * (12 + 12)),
+        ("zero3", 2 * (12 + 12 + 12) + (12 + 12)),  # two gathers and a reduce-scatter; the last unit stays whole
+        ("zero3-kept", 3 * (12 + 12)),
+        # gather halves twice, reduce-scatter a half, all-reduce the other half over nodes
+        ("hsdp", 2 * (8 + 8 + 8 + 2 * 4) + (8 + 8 + 2 * 4)),
+        # gather quarters over nodes and halves within, halves again for the backward, reduce-scatter both
+        ("hpz", 2 * ((4 + 8) + 8 + (8 + 4)) + ((4 + 8) + (8 + 4))),
+    ],
+)
+def test_bytes_sent_are_what_one_counts_by_hand(name: str, sixteenths: int) -> None:
+    plan = planned(wide_units(name))
+    sizes = [4] if len(PRESETS[name].axes) == 1 else [2, 2]
+    assert plan.sent_bytes() == sixteenths * NUMEL * 2 // 16 + agreed_bytes(sizes, num_params=3)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero1"])
+def test_what_is_sent_per_micro_batch_counts_as_often(name: str) -> None:
+    plan = planned(wide_units(name))
+    scatter = 3 * NUMEL * 2 * 3 // 4
+    assert plan.sent_bytes(5) - plan.sent_bytes(1) == (4 * scatter if name == "zero2" else 0)
+
+
+# --- footprint ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "param", "grad", "optim"),
+    [
+        # bytes per element, times four ranks: bf16 parameters, fp32 gradients, fp32 master and two states
+        ("ddp", 8, 16, 48),
+        ("zero1", 8, 16, 12),
+        ("zero2", 8, 4, 12),
+        ("zero3", 2, 4, 12),
+        ("zero3-kept", 2, 4, 12),
+        ("hsdp", 4, 8, 24),
+        ("hpz", 2, 4, 12),
+    ],
+)
+def test_bytes_at_rest_are_what_one_counts_by_hand(name: str, param: int, grad: int, optim: int) -> None:
+    promise = planned(wide_units(name)).footprint
+    quarter = 3 * NUMEL // 4
+    assert (promise.param, promise.grad, promise.optim) == (param * quarter, grad * quarter, optim * quarter)
+    assert promise.total == promise.param + promise.grad + promise.optim + promise.working
+
+
+def test_without_a_second_dtype_the_parameter_is_its_own_master() -> None:
+    units = units_of("ddp", num=1, compute="fp32")
+    promise = planned(units, states_per_param=1).footprint
+    assert promise.param == promise.optim == units[0].flats[0].numel * 4
+
+
+def test_one_unit_works_in_what_it_gathers_and_reduces() -> None:
+    """zero3, one unit of N elements on four ranks: N whole in bf16 and its gradient in bf16, and when the whole
+    is freed the gradient with what arrives of three others and the sum in fp32."""
+    [unit] = wide_units("zero3", num=1)
+    plan = planned((unit,), states_per_param=0)
+    grad = NUMEL // 4 * 4
+    in_backward = NUMEL * 2 + NUMEL * 2
+    in_reduction = NUMEL * 2 + 3 * (NUMEL // 4) * 2 + NUMEL // 4 * 4
+    assert plan.footprint.working == max(in_backward, in_reduction) - grad
+
+
+def test_looking_ahead_costs_what_lies_ahead() -> None:
+    units = wide_units("zero3", num=4)
+    trace = tuple(moment for moment in straight_trace(units) if moment.phase == "forward")
+    working = [
+        plan_step(units, trace, prefetch_bytes=num * NUMEL * 2, training=False).footprint.working for num in (0, 1, 2)
+    ]
+    grad = 4 * NUMEL // 4 * 4  # a promise has room for gradients, which an evaluation does not use
+    assert working == [max(0, num * NUMEL * 2 - grad) for num in (1, 2, 3)]

@@ -1,0 +1,33 @@
+"""Tables between the presets train like the plain model, too: what is legal runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from twins import Transformer, assert_same, batches, plain_run, sharded_run
+
+MESH = {"node": 2, "local": 2}
+BOTH, LOCAL = {"shard": ["node", "local"]}, {"shard": ["local"]}
+ROWS = {
+    "ddp, states split": ("ddp", {"optim": BOTH}),
+    "zero2, sums within a node kept by all": ("zero2", {"grad": LOCAL}),
+    "hsdp, summed over nodes late": ("hsdp", {"grad": {"partial": ["node"]}}),
+    "hsdp, late, states split": ("hsdp", {"grad": {"partial": ["node"]}, "optim": BOTH}),
+    "hsdp, states split": ("hsdp", {"grad": BOTH, "optim": BOTH}),
+    "zero3, held whole": ("zero3", {"held": {"shard": []}}),
+    "zero2, held split": ("zero2", {"held": LOCAL}),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_between_the_presets_train_like_the_plain_model(name: str, precision: Any) -> None:
+    torch.manual_seed(0)
+    model = Transformer()
+    data = batches(6, rows=12)
+    preset, rows = ROWS[name]
+    run = sharded_run(model, data, preset, 4, MESH, precision=precision, rows=rows)
+    near: Any = {} if precision == "fp32" else {"loss": 1e-2, "param": 3e-2, "norm": 0.1}
+    assert_same(run, plain_run(model, data), **near)
