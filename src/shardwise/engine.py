@@ -258,7 +258,14 @@ class Engine:
     def _footprint(self, specs: tuple[UnitSpec, ...], states: int) -> Footprint:
         trace = self._runner.trace if specs == self._runner.specs else straight_trace(specs)
         budget = None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes
-        return plan_step(specs, trace, prefetch_bytes=budget, states_per_param=states).footprint
+        planned = plan_step(
+            specs,
+            trace,
+            prefetch_bytes=budget,
+            states_per_param=states,
+            num_micro_batches=self.plan.accumulate,
+        )
+        return planned.footprint
 
     def _measured(self) -> dict[str, int]:
         meter = self._meter

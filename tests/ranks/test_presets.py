@@ -73,6 +73,28 @@ def test_sends_and_holds_what_the_program_says(preset: str, num_ranks: int, mesh
     assert 0.95 <= report.measured["optim"] / report.promised["optim"] <= 1.01  # Adam also counts steps
 
 
+@pytest.mark.parametrize(("preset", "num_ranks", "mesh"), ALL, ids=IDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_accumulation_holds_what_was_promised(
+    preset: str, num_ranks: int, mesh: Any, precision: str, model: Transformer
+) -> None:
+    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+        for _ in range(3):
+            loss = engine(*batch)
+            engine.backward(loss)
+            engine.step()
+        return loss
+
+    def report(engine: sw.Engine) -> dict[str, Any]:
+        return {"report": engine.memory()}
+
+    plan = {"accumulate": 3, "precision": precision}
+    run = sharded_run(model, batches(2, rows=12), preset, num_ranks, mesh, step=step, after=report, **plan)
+    held = run.extra["report"]
+    for kind in ("param", "grad", "working"):
+        assert held.measured[kind] == held.promised[kind], kind
+
+
 def test_bf16_gradients_can_travel_wide(model: Transformer) -> None:
     data = batches(5)
     wide = sharded_run(model, data, "zero3", 2, None, precision="bf16", wire={"grad": "fp32"})

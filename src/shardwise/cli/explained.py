@@ -102,4 +102,5 @@ def _planned(plan: Plan, units: Sequence[UnitSpec], num_states: int) -> StepProg
         straight_trace(tuple(units)),
         prefetch_bytes=None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes,
         states_per_param=num_states,
+        num_micro_batches=plan.accumulate,
     )

@@ -34,9 +34,14 @@ class Footprint:
 
 
 def footprint(
-    units: Sequence[UnitSpec], micro_batch: Program, step: Program, *, states_per_param: int = 2
+    units: Sequence[UnitSpec],
+    micro_batch: Program,
+    step: Program,
+    *,
+    states_per_param: int = 2,
+    num_micro_batches: int = 1,
 ) -> Footprint:
-    """What one step of `micro_batch` and `step` holds on each rank.
+    """What one step, `micro_batch` as often as gradients are accumulated and then `step`, holds on each rank.
 
     `states_per_param`: tensors of the parameter's size that the optimizer keeps (Adam: 2).
     """
@@ -45,7 +50,8 @@ def footprint(
     optim = sum(_optim_bytes(flat, states_per_param) for flat in flats if flat.trainable)
     grad = sum(flat.num_bytes(flat.table.grad.shard, flat.table.grad.dtype) for flat in flats if flat.trainable)
     clock = _Walk({flat.name: flat for flat in flats})
-    for block in (*micro_batch, *step):
+    again = micro_batch if num_micro_batches > 1 else ()  # all later ones hold what the second holds
+    for block in (*micro_batch, *again, *step):
         clock.walk(block, units)
     return Footprint(param, grad, optim, max(0, clock.peak - grad))
 
@@ -61,6 +67,7 @@ class _Walk:
     def __init__(self, flats: dict[str, FlatSpec]) -> None:
         self.flats = flats
         self.live: dict[tuple[str, str], int] = {}
+        self.steps_left: dict[str, int] = {}
         self.peak = 0
 
     def walk(self, block: Block, units: Sequence[UnitSpec]) -> None:
@@ -79,6 +86,7 @@ class _Walk:
         """Gradients as a backward leaves them: in the dtype of the wire, or as they rest if nothing travels."""
         if flat.trainable:
             waits = not reduce_due(flat)
+            self.steps_left[flat.name] = len(reduce_due(flat))
             dtype = flat.table.grad.dtype if waits else flat.table.wire
             self._hold(flat, "grad" if waits else "inbox", flat.numel * WIDTH[dtype])
 
@@ -124,6 +132,10 @@ class _Walk:
             self._hold(flat, "reduced", made)
         elif (flat.name, "inbox") in self.live:
             self._hold(flat, "reduced", self.live.pop((flat.name, "inbox")))
+        self.steps_left[flat.name] -= 1
+        if not in_step and self.steps_left[flat.name] == 0:  # what is through waits, or is added to what waits
+            through = self.live.pop((flat.name, "reduced"), 0)
+            self.live.setdefault((flat.name, "grad"), through)
 
     def _consume(self) -> None:
         for key in [key for key in self.live if key[1] in ("grad", "reduced")]:

@@ -37,6 +37,7 @@ def plan_step(
     training: bool = True,
     buffers_bytes: int = 0,
     states_per_param: int = 2,
+    num_micro_batches: int = 1,
 ) -> StepProgram:
     """Build, prefetch, overlap and check the program of one step.
 
@@ -51,4 +52,5 @@ def plan_step(
     step = tuple(
         Block(block.moment, pipelined(block.actions)) for block in build_step(units, buffers_bytes=buffers_bytes)
     )
-    return StepProgram(micro_batch, step, footprint(units, micro_batch, step, states_per_param=states_per_param))
+    held = footprint(units, micro_batch, step, states_per_param=states_per_param, num_micro_batches=num_micro_batches)
+    return StepProgram(micro_batch, step, held)
