@@ -10,8 +10,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 
-import shardwise as sw
 from twins import Transformer, adamw, batches, plain_run
+
+import shardwise as sw
 
 pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
