@@ -86,7 +86,6 @@ class _Walk:
         """Gradients as a backward leaves them: in the dtype of the wire, or as they rest if nothing travels."""
         if flat.trainable:
             waits = not reduce_due(flat)
-            self.steps_left[flat.name] = len(reduce_due(flat))
             dtype = flat.table.grad.dtype if waits else flat.table.wire
             self._hold(flat, "grad" if waits else "inbox", flat.numel * WIDTH[dtype])
 
@@ -132,8 +131,11 @@ class _Walk:
             self._hold(flat, "reduced", made)
         elif (flat.name, "inbox") in self.live:
             self._hold(flat, "reduced", self.live.pop((flat.name, "inbox")))
+        if in_step:
+            return
+        self.steps_left[flat.name] = self.steps_left.get(flat.name) or len(reduce_due(flat))
         self.steps_left[flat.name] -= 1
-        if not in_step and self.steps_left[flat.name] == 0:  # what is through waits, or is added to what waits
+        if self.steps_left[flat.name] == 0:  # what is through waits, or is added to what waits
             through = self.live.pop((flat.name, "reduced"), 0)
             self.live.setdefault((flat.name, "grad"), through)
 
