@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.access import Access
 from shardwise.checkpoint import Content, Loaded, content_of, load, newest, save
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
@@ -139,6 +141,7 @@ class Engine:
                 forget=self.zero_grad,
             )
         self._runner = Runner(model, self._units, executor, prefetch_bytes=prefetch_bytes)
+        self._access = Access(model, self._runner, executor.movers, self._optimizer)
         self._ledger = collectives.ledger
         self._cast_handle = model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
         self._num_micro_batches = 0
@@ -243,6 +246,47 @@ class Engine:
     def _content(self) -> Content:
         coordinate = self.mesh.coordinate(self.world.rank)
         return content_of(self.module, self._flats, self._optimizer, coordinate)
+
+    # -- whole tensors ----------------------------------------------------------------------------------
+
+    def gathered(self, *names: str, write: bool = False) -> AbstractContextManager[None]:
+        """Inside `with`, the named parameters of the model (all, without names) are whole on every rank.
+
+        With `write` rank 0's edits are taken over by all ranks on leaving. All ranks enter and leave.
+        """
+        self._require_open()
+        return self._access.gathered(names, write=write)
+
+    def get(self, name: str, what: str = "param") -> torch.Tensor | None:
+        """A whole tensor by the parameter's name, on every rank. All ranks call.
+
+        `what` is `param`, `grad` (between backward and step, averaged over ranks), or a state of the
+        optimizer such as `exp_avg`; in the dtype in which it is kept. `None` if there is none.
+        """
+        self._require_open()
+        if what == "grad" and self._optimizer is not None:
+            self._prepare()
+        return self._access.read(name, what)
+
+    def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
+        """Replace what `get` returns. All ranks call, with the same value."""
+        self._require_open()
+        if what == "grad" and self._optimizer is not None:
+            self._prepare()
+        self._access.write(name, value, what)
+
+    def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
+        """The plain model's `state_dict`, whole, on the CPU, for `model.load_state_dict` anywhere. All ranks call.
+
+        Unit by unit, so that no device holds more than one. Ranks other than 0 get `{}` if `rank_0_only`.
+        """
+        self._require_open()
+        return self._access.state_dict(on_rank=not rank_0_only or self.world.rank == 0)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over a plain model's `state_dict`, the same on every rank. All ranks call."""
+        self._require_open()
+        self._access.load_state_dict(state)
 
     # -- what people read -------------------------------------------------------------------------------
 

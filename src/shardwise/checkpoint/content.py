@@ -75,12 +75,8 @@ def _is_first_copy(shard: Axes, coordinate: Mapping[str, int]) -> bool:
 def _parameter(flat: Flat, index: int, coordinate: Mapping[str, int]) -> Entry:
     """Master weights where there are some; the resting bytes of a frozen parameter."""
     slot = flat.slots[index]
-    if flat.spec.trainable:
-        piece, span = flat.master_piece(index)
-    else:
-        mine = slot.span.overlap(flat.param_span)
-        inside, span = mine.within(flat.param_span), mine.within(slot.span)
-        piece = flat.param[inside.start : inside.stop]
+    kept = flat.optim_span if flat.spec.trainable else flat.param_span
+    span, piece = slot.span.overlap(kept).within(slot.span), flat.param_piece(index)
     place = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
     return Entry("param", slot.name, span, piece, _is_first_copy(place.shard, coordinate))
 

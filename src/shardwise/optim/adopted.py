@@ -73,6 +73,14 @@ class AdoptedOptimizer:
         for piece in self.pieces:
             piece.tensor.grad = None
 
+    def state_piece(self, flat: Flat, index: int, key: str) -> Tensor | None:
+        """This rank's elements of state `key` of a parameter; `None` if there is no such state here."""
+        for piece in self.pieces:
+            if piece.flat is flat and piece.index == index:
+                value = self.optimizer.state.get(piece.tensor, {}).get(key)
+                return value if isinstance(value, Tensor) and value.shape == piece.tensor.shape else None
+        return None
+
     def state_bytes(self) -> int:
         """Bytes of the optimizer's own states on this rank."""
         return sum(

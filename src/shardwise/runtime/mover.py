@@ -86,6 +86,25 @@ class Mover:
             self._arriving.wait()
             self._arriving = None
 
+    def gather_whole(self, whole: Tensor, shard: Axes) -> None:
+        """Make `whole`, of which this rank has filled what `shard` gives it, the same on all ranks; blocks."""
+        for axis in reversed(self.flat.spec.table.order):
+            if axis in shard:
+                shard = tuple(other for other in shard if other != axis)
+                self._collectives.all_gather(self._spanned(whole, shard), self._groups[axis]).wait()
+
+    def broadcast_full(self) -> None:
+        """Give all ranks rank 0's whole buffer: along each axis from the ranks that have it; blocks."""
+        for axis in self.flat.spec.table.axes:
+            group = self._groups[axis]
+            self._collectives.broadcast(self.flat.full, group.ranks[0], group).wait()
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank of this buffer's axes."""
+        for axis in self.flat.spec.table.axes:
+            flag = b"1" in self._collectives.exchange(b"1" if flag else b"0", self._groups[axis])
+        return flag
+
     # -- gradients --------------------------------------------------------------------------------------
 
     def reduce(self, action: Action, *, in_step: bool) -> None:

@@ -33,7 +33,7 @@ from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.reach import Callers, Reach
 from shardwise.runtime.script import LONGEST_TRACE, Script
-from shardwise.storage import FullState, Unit
+from shardwise.storage import Flat, FullState, Unit
 
 
 class Runner:
@@ -200,9 +200,17 @@ class Runner:
         for unit in reversed(self.units):
             if any(flat.has_partial_inbox() for flat in unit.flats):
                 self._run(None, Moment("after", "backward", unit.name), unit)
-        self._free_all()
+        self.free_all()
 
-    def _free_all(self) -> None:
+    def make_whole(self, flats: Sequence[Flat]) -> None:
+        """Gather `flats` outside of any forward; `free_all` lets them go."""
+        wanted = set(flats)
+        for unit in self.units:
+            if wanted & set(unit.flats):
+                self._make_sure(unit)
+
+    def free_all(self) -> None:
+        """Let go of everything that is whole and need not be."""
         for unit in self.units:
             for flat in unit.flats:
                 self._executor.movers[flat.name].wait_full()
@@ -221,7 +229,7 @@ class Runner:
                 self._watched[False] = True
         self._reached = False
         if not self._in_pass:
-            self._free_all()
+            self.free_all()
 
     # -- learning ---------------------------------------------------------------------------------------
 

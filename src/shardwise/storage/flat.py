@@ -233,6 +233,13 @@ class Flat:
         mine = self.slots[index].span.overlap(self.optim_span)
         return _part(self.master, mine.within(self.optim_span)), mine.within(self.slots[index].span)
 
+    def param_piece(self, index: int) -> Tensor:
+        """This rank's elements of parameter `index` where they are kept: master weights, or a frozen one's bytes."""
+        if self.master is not None:
+            return self.master_piece(index)[0]
+        mine = self.slots[index].span.overlap(self.param_span)
+        return _part(self.param, mine.within(self.param_span))
+
     def due_piece(self, index: int) -> Tensor | None:
         """The gradient of those same elements; `None` if there is none."""
         if self.due is None:

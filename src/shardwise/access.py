@@ -1,0 +1,189 @@
+"""Whole tensors of a sharded model: to read, to edit, to take away.
+
+Everything here is collective: all ranks call, with the same names. At no time is more than one unit whole
+besides those that the caller asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError, nearest
+from shardwise.optim import AdoptedOptimizer
+from shardwise.placement import Span
+from shardwise.runtime import Mover, Runner
+from shardwise.storage import Flat, torch_dtype
+
+Tensor = torch.Tensor
+PARAM, GRAD = "param", "grad"
+
+
+class Access:
+    """Reads and writes whole parameters, gradients and optimizer states by name."""
+
+    def __init__(
+        self, model: nn.Module, runner: Runner, movers: Mapping[str, Mover], optimizer: AdoptedOptimizer | None
+    ) -> None:
+        self._model = model
+        self._runner = runner
+        self._movers = movers
+        self._optimizer = optimizer
+        flats = [mover.flat for mover in movers.values()]
+        self._homes = {slot.name: (flat, index) for flat in flats for index, slot in enumerate(flat.slots)}
+
+    def read(self, name: str, what: str = PARAM) -> Tensor | None:
+        """The whole tensor, on every rank; `None` for a gradient or state that no rank has."""
+        flat, index = self._home(name)
+        piece = self._piece(flat, index, what)
+        whole = self._whole(flat, {index: piece} if piece is not None else {}, self._dtype(flat, what))
+        if what != PARAM and not self._exists_anywhere(flat, index, what):
+            return None
+        slot = flat.slots[index]
+        return whole[slot.start : slot.span.stop].view(slot.shape).clone()
+
+    def write(self, name: str, value: Tensor, what: str = PARAM) -> None:
+        """Put `value`, whole and the same on all ranks, in the place of what was there."""
+        flat, index = self._home(name)
+        slot = flat.slots[index]
+        if tuple(value.shape) != slot.shape:
+            raise ModelError(f"{name} has shape {list(slot.shape)}, but the new value has {list(value.shape)}.")
+        if what != PARAM and not self._exists_anywhere(flat, index, what):
+            raise ModelError(f"{name} has no {what} to write to; there is one {_when(what)}.")
+        piece, span = self._piece(flat, index, what), _span(flat, index)
+        if piece is not None:
+            piece.copy_(value.reshape(-1)[span.start : span.stop])
+        if what == PARAM:
+            self._runner.restore_params()
+
+    def state_dict(self, *, on_rank: bool = True) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer, whole, on the CPU, under the names that the plain model has.
+
+        Parameters have the precision in which the optimizer keeps them. A rank that asks with
+        `on_rank=False` takes part and keeps nothing.
+        """
+        params: dict[str, Tensor] = {}
+        for mover in self._movers.values():
+            flat = mover.flat
+            every = range(len(flat.slots))
+            pieces = {index: piece for index in every if (piece := self._piece(flat, index, PARAM)) is not None}
+            whole = self._whole(flat, pieces, self._dtype(flat, PARAM))
+            if on_rank:
+                params |= {slot.name: _cut(whole, slot.span).view(slot.shape).cpu().clone() for slot in flat.slots}
+        if not on_rank:
+            return {}
+        by_tensor = {param: name for name, param in self._model.named_parameters()}
+        state = self._model.state_dict(keep_vars=True)
+        return {
+            name: params[by_tensor[value]] if by_tensor.get(value) in params else value.detach().cpu().clone()
+            for name, value in state.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over whole values, the same on all ranks, as `state_dict` returns them."""
+        own = self._model.state_dict(keep_vars=True)
+        _check_names(own, state)
+        for name, value in own.items():
+            if value.shape != state[name].shape:
+                raise ModelError(
+                    f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(value.shape)}."
+                )
+        by_tensor = {param: name for name, param in self._model.named_parameters()}
+        for name, value in own.items():
+            home = self._homes.get(by_tensor.get(value, ""))
+            if home is None:
+                value.detach().copy_(state[name])
+                continue
+            piece, span = self._piece(*home, PARAM), _span(*home)
+            if piece is not None:
+                piece.copy_(state[name].reshape(-1)[span.start : span.stop])
+        self._runner.restore_params()
+
+    @contextmanager
+    def gathered(self, names: Sequence[str], *, write: bool) -> Iterator[None]:
+        """Inside, the parameters `names` (or all) of the model are whole and may be read and, with `write`, edited.
+
+        On leaving, rank 0's edits are taken over by all. What was not edited keeps its full precision.
+        """
+        wanted = {self._home(name)[0].name for name in names} if names else set(self._movers)
+        chosen = [self._movers[name] for name in self._movers if name in wanted]
+        self._runner.make_whole([mover.flat for mover in chosen])
+        try:
+            yield
+            if write:
+                for mover in chosen:
+                    self._take_over(mover)
+        finally:
+            self._runner.free_all()
+        if write:
+            self._runner.restore_params()
+
+    def _take_over(self, mover: Mover) -> None:
+        flat = mover.flat
+        mover.broadcast_full()
+        if flat.master is None:
+            flat.param.copy_(_cut(flat.full, flat.param_span))
+            return
+        edited = _cut(flat.full, flat.optim_span)
+        same = flat.master.to(edited.dtype) == edited
+        flat.master.copy_(torch.where(same, flat.master, edited.to(flat.master.dtype)))
+
+    def _home(self, name: str) -> tuple[Flat, int]:
+        if name not in self._homes:
+            raise ModelError(f"The model has no parameter {name!r}. {nearest(name, self._homes)}")
+        return self._homes[name]
+
+    def _piece(self, flat: Flat, index: int, what: str) -> Tensor | None:
+        """This rank's elements, in live memory; `None` if there are none of this kind."""
+        if what == PARAM:
+            return flat.param_piece(index)
+        if not flat.spec.trainable:
+            return None
+        if what == GRAD:
+            return flat.due_piece(index) if flat.touched[index] else None
+        if self._optimizer is None:
+            return None
+        return self._optimizer.state_piece(flat, index, what)
+
+    def _exists_anywhere(self, flat: Flat, index: int, what: str) -> bool:
+        piece = self._piece(flat, index, what)
+        return self._movers[flat.name].any_rank(piece is not None and piece.numel() > 0)
+
+    def _dtype(self, flat: Flat, what: str) -> torch.dtype:
+        table = flat.spec.table
+        is_kept_wide = flat.spec.trainable or what != PARAM
+        return torch_dtype(table.optim.dtype if is_kept_wide else table.param.dtype)
+
+    def _whole(self, flat: Flat, pieces: Mapping[int, Tensor], dtype: torch.dtype) -> Tensor:
+        """The whole buffer, made of every rank's `pieces`; zero where nobody has one."""
+        whole = torch.zeros(flat.spec.numel, dtype=dtype, device=flat.device)
+        for index, piece in pieces.items():
+            start = flat.slots[index].start + _span(flat, index).start
+            whole[start : start + piece.numel()].copy_(piece)
+        place = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
+        self._movers[flat.name].gather_whole(whole, place.shard)
+        return whole
+
+
+def _span(flat: Flat, index: int) -> Span:
+    """Which elements of a parameter this rank keeps."""
+    slot = flat.slots[index]
+    return slot.span.overlap(flat.optim_span if flat.spec.trainable else flat.param_span).within(slot.span)
+
+
+def _check_names(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    for word, names in (("lacks", set(own) - set(state)), ("has, unlike the model,", set(state) - set(own))):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ModelError(f"The state {word} {', '.join(sorted(names)[:3])}{more}; it is another model's.")
+
+
+def _cut(tensor: Tensor, span: Span) -> Tensor:
+    return tensor[span.start : span.stop]
+
+
+def _when(what: str) -> str:
+    return "between backward and step" if what == GRAD else "after the optimizer's first step, if it keeps one"
