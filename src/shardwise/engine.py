@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError, StateError
 from shardwise.mesh import Mesh
 from shardwise.optim import AdoptedOptimizer, vet
-from shardwise.placement import Table, mesh_for, table_for
+from shardwise.placement import KINDS, Table, mesh_for, table_for
 from shardwise.precision import Verdict, cast_floating, clip
 from shardwise.program import Footprint, UnitSpec, plan_step, render, straight_trace
 from shardwise.runtime import BufferSync, Executor, Runner
@@ -34,6 +34,7 @@ from shardwise.storage import (
     unit_spec,
 )
 from shardwise.telemetry import ByteMeter
+from shardwise.units import format_bytes, format_count
 
 PlanLike = Plan | str | Path | Mapping[str, Any]
 
@@ -192,6 +193,20 @@ class Engine:
         if self._optimizer is not None:
             self._optimizer.withdraw_gradients()
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backwards leave gradients on the rank that made them; the next one outside, or the step, sums all.
+
+        Saves communication where gradients are accumulated, and takes a whole gradient's memory, as DDP's
+        does. For the same at every step: `rows: {grad: {partial: [...]}}` in the plan.
+        """
+        self._require_open()
+        before, self._runner.reduces = self._runner.reduces, False
+        try:
+            yield
+        finally:
+            self._runner.reduces = before
+
     # -- agreement between ranks ------------------------------------------------------------------------
 
     def any_rank(self, flag: bool) -> bool:
@@ -326,6 +341,37 @@ class Engine:
         """The program of one step as text: as foreseen before the first step, as recorded after it."""
         return render(self._runner.program.micro_batch) + render(self._runner.program.step)
 
+    def __str__(self) -> str:
+        """The table, the units, and the bytes of this rank."""
+        memory = self.memory()
+        rows = [f"  {kind:6} {self.table.place(kind)}" for kind in KINDS]
+        units = [f"  {unit.name:24} {_said_unit(unit.spec)}" for unit in self._units]
+        sums = [f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()]
+        return "\n".join(
+            (
+                f"{self.plan.preset} on {self.mesh}, rank {self.world.rank} of {self.world.size}",
+                f"table, computing in {self.table.compute}, gradients travelling in {self.table.wire}",
+                *rows,
+                f"{len(units)} units",
+                *units,
+                "bytes of this rank, as promised",
+                *sums,
+            )
+        )
+
+    def __repr__(self) -> str:
+        state = "open" if self._is_open else "closed"
+        return f"<Engine: {type(self.module).__name__}, {self.plan.preset} on {self.mesh}, {state}>"
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise StateError(
+            "An engine cannot be copied: its model's memory and its place among the ranks are not two. "
+            "Copy the values with engine.state_dict(), or the model before it is sharded."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError("An engine cannot be pickled. Write a checkpoint with engine.save(folder).")
+
     # -- the end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -414,3 +460,9 @@ def _by_kind(footprint: Footprint) -> dict[str, int]:
         "optim": footprint.optim,
         "working": footprint.working,
     }
+
+
+def _said_unit(unit: UnitSpec) -> str:
+    frozen = sum(flat.numel for flat in unit.flats if not flat.trainable)
+    numel = sum(flat.numel for flat in unit.flats)
+    return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "")

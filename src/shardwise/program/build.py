@@ -23,8 +23,10 @@ from shardwise.program.spec import FlatSpec, Trace, UnitSpec
 Actions = tuple[Action, ...]
 
 
-def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True) -> Program:
+def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True, reduces: bool = True) -> Program:
     """One micro-batch: forward and backward, or only forward if not `training`.
+
+    Without `reduces` gradients stay on the rank that made them (`no_sync`).
 
     What is whole already is not gathered again, and a unit that would be dropped and is needed again with
     nothing else in between is not dropped at all.
@@ -45,7 +47,7 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
         elif moment.phase == "backward" or not _is_next(by_name, trace, index, whole):
             due = tuple(
                 action
-                for action in drop_due(unit, moment, training=training)
+                for action in drop_due(unit, moment, training=training, reduces=reduces)
                 if action.flat in whole or action.subject == "grad"
             )
         whole -= {action.flat for action in due if action.verb == "free"}
@@ -84,11 +86,11 @@ def _gather(flat: FlatSpec, *, from_held: bool) -> Actions:
     return _acted(flat, "param", flat.table.param, flat.table.full)
 
 
-def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
+def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: bool = True) -> Actions:
     """What is due once `unit` has computed: its parameters go, and its gradients come in."""
     if moment.phase == "backward":
         reductions = [action for flat in unit.flats if flat.trainable for action in reduce_due(flat)]
-        return (*_free(unit), *reductions)
+        return (*_free(unit), *(reductions if reduces else ()))
     if not training:
         return _free(unit)
     due: list[Action] = []

@@ -14,12 +14,15 @@ from shardwise.program.spec import FlatSpec, UnitSpec
 State = Literal["absent", "flying", "partly whole", "whole"]
 
 
-def check(program: Program, units: Sequence[UnitSpec]) -> None:
-    """Raise `ProgramError`, naming block and action, if `program` could not run on `units`."""
+def check(program: Program, units: Sequence[UnitSpec], *, reduces: bool = True) -> None:
+    """Raise `ProgramError`, naming block and action, if `program` could not run on `units`.
+
+    With `reduces` every gradient that a backward leaves must be reduced.
+    """
     states = {flat.name: _FlatState(flat) for unit in units for flat in unit.flats}
     by_name = {unit.name: unit for unit in units}
     for block in program:
-        if (block.moment.edge, block.moment.phase) == ("after", "backward") and block.moment != END_OF_BACKWARD:
+        if reduces and block.moment.unit and (block.moment.edge, block.moment.phase) == ("after", "backward"):
             for flat in by_name[block.moment.unit].flats:
                 states[flat.name].owe()
         for action in block.actions:

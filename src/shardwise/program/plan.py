@@ -35,6 +35,7 @@ def plan_step(
     *,
     prefetch_bytes: int | None = None,
     training: bool = True,
+    reduces: bool = True,
     buffers_bytes: int = 0,
     states_per_param: int = 2,
     num_micro_batches: int = 1,
@@ -42,13 +43,13 @@ def plan_step(
     """Build, prefetch, overlap and check the program of one step.
 
     `prefetch_bytes` is how much may lie gathered ahead of its use; `None` means the largest unit, so
-    that the next one is always on its way.
+    that the next one is always on its way. `training` and `reduces` are those of `build_pass`.
     """
     full_bytes = {flat.name: flat.full_bytes for unit in units for flat in unit.flats}
     largest = max((sum(flat.full_bytes for flat in unit.flats) for unit in units), default=0)
     budget = largest if prefetch_bytes is None else prefetch_bytes
-    micro_batch = overlap(prefetch(build_pass(units, trace, training=training), full_bytes, budget))
-    check(micro_batch, units)
+    micro_batch = overlap(prefetch(build_pass(units, trace, training=training, reduces=reduces), full_bytes, budget))
+    check(micro_batch, units, reduces=reduces)
     step = tuple(
         Block(block.moment, pipelined(block.actions)) for block in build_step(units, buffers_bytes=buffers_bytes)
     )

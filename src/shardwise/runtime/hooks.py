@@ -12,6 +12,7 @@ The only module that registers hooks. What it reports, per unit:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ class Listener(Protocol):
     """Who is told."""
 
     def enter_root(self) -> None: ...
-    def leave_root(self) -> None: ...
+    def leave_root(self, *, raised: bool) -> None: ...
     def before_forward(self, unit: Unit) -> None: ...
     def after_forward(self, unit: Unit, *, opaque: bool) -> None: ...
     def before_backward(self, unit: Unit) -> None: ...
@@ -100,7 +101,12 @@ class Hooks:
 
     def _leave_root(self, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
         if not _in_backward():
-            self._listener.leave_root()
+            self._listener.leave_root(raised=_is_unwinding(output))
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether a backward was begun whose end never came; asked while none runs."""
+        return self._awaits_end
 
     def _before(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _in_backward():
@@ -120,7 +126,7 @@ class Hooks:
             self._watch_outputs(unit, output)
             return
         use.depth -= 1
-        if use.depth == 0:
+        if use.depth == 0 and not _is_unwinding(output):
             opaque = torch.is_grad_enabled() and not self._watch_outputs(unit, output)
             self._listener.after_forward(unit, opaque=opaque)
 
@@ -192,6 +198,9 @@ class Hooks:
     def forget(self) -> None:
         """Nothing is open any more: a forward or backward ended in an exception."""
         self._awaits_end = False
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.expect_all()
         for use in self._uses.values():
             use.depth = use.inputs_out = 0
 
@@ -200,6 +209,11 @@ def _in_backward() -> bool:
     """Whether autograd is calling us: a forward is being recomputed."""
     inside: Callable[[], int] = torch._C._current_graph_task_id
     return inside() != -1
+
+
+def _is_unwinding(output: object) -> bool:
+    """Whether a forward hook is called because the forward raised: there is no output, and an error is handled."""
+    return output is None and sys.exc_info()[0] is not None
 
 
 def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:

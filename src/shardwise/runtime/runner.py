@@ -51,7 +51,10 @@ class Runner:
         self.program = self._plan(straight_trace(self.specs))
         """The training step: as foreseen until the first backward is through, then as recorded."""
         self._step = self._bound_step()
-        self._training = Script()
+        self.reduces = True
+        """Whether the passes that begin from here on reduce their gradients; not inside `no_sync`."""
+        self._trainings = {True: Script(), False: Script()}
+        self._pass_reduces = True
         self._evaluation = Script()
         self._in_pass = False
         self._in_evaluation = False
@@ -72,6 +75,8 @@ class Runner:
     # -- events: forward --------------------------------------------------------------------------------
 
     def enter_root(self) -> None:
+        if self.hooks.is_cut_short:
+            self.recover()
         training = torch.is_grad_enabled()
         self._is_training_root = training
         if not training:
@@ -82,7 +87,10 @@ class Runner:
         elif self._watched[not training]:
             self._stop_watching()
 
-    def leave_root(self) -> None:
+    def leave_root(self, *, raised: bool) -> None:
+        if raised:
+            self.recover()
+            return
         self._look_away()
         self._is_training_root = None
         self._end_evaluation()
@@ -90,8 +98,7 @@ class Runner:
     def before_forward(self, unit: Unit) -> None:
         training = self._is_training()
         if training and not self._in_pass:
-            self._in_pass = True
-            self._training.begin()
+            self._begin_pass()
         moment = Moment("before", "forward", unit.name)
         block = self._script().take(moment)
         self._run(block, moment, unit, training=training)
@@ -112,7 +119,8 @@ class Runner:
         if unit.name in self._open_backwards:
             self._make_sure(unit)
             return
-        self._in_pass = True
+        if not self._in_pass:
+            self._begin_pass()
         self._open_backwards.add(unit.name)
         moment = Moment("before", "backward", unit.name)
         self._close_overdue(moment)
@@ -152,8 +160,20 @@ class Runner:
             if block is not None:
                 block.run()
                 return
-            due = gather_due if moment.edge == "before" else drop_due
-            self._executor.run(moment, serial(due(unit.spec, moment, training=training)))
+            if moment.edge == "before":
+                due = gather_due(unit.spec, moment, training=training)
+            else:
+                due = drop_due(unit.spec, moment, training=training, reduces=self._pass_reduces)
+            self._executor.run(moment, serial(due))
+
+    def _begin_pass(self) -> None:
+        self._in_pass = True
+        self._pass_reduces = self.reduces
+        self._training.begin()
+
+    @property
+    def _training(self) -> Script:
+        return self._trainings[self._pass_reduces]
 
     def _is_training(self) -> bool:
         """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
@@ -197,7 +217,7 @@ class Runner:
     def _flush(self) -> None:
         """Reduce what the program did not foresee, in an order that all ranks share, and free all that is whole."""
         self._settle_reductions()
-        for unit in reversed(self.units):
+        for unit in reversed(self.units) if self._pass_reduces else ():
             if any(flat.has_partial_inbox() for flat in unit.flats):
                 self._run(None, Moment("after", "backward", unit.name), unit)
         self.free_all()
@@ -239,8 +259,13 @@ class Runner:
         if self._reached or len(trace) >= LONGEST_TRACE:
             self._reached = False
             return
-        self.program = self._plan(trace)
-        self._training.learn(self._executor.bind(self.program.micro_batch))
+        if self._pass_reduces:
+            self.program = self._plan(trace)
+            micro_batch = self.program.micro_batch
+        else:
+            planned = plan_step(self.specs, trace, prefetch_bytes=self._prefetch_bytes, reduces=False)
+            micro_batch = planned.micro_batch
+        self._training.learn(self._executor.bind(micro_batch))
         self._watched[True] = True
         self.num_recordings += 1
 
@@ -250,7 +275,12 @@ class Runner:
     # -- the optimizer step -----------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Gradients to where the optimizer's states are, and the ranks' verdict on them."""
+        """Gradients to where the optimizer's states are, and the ranks' verdict on them.
+
+        What `no_sync` left behind, with no backward since that reduced it, is reduced first.
+        """
+        self._pass_reduces = True
+        self._flush()
         for mover in self._executor.movers.values():
             if mover.waits_where_due:
                 mover.keep_due()
@@ -271,6 +301,21 @@ class Runner:
     def restore_params(self) -> None:
         """Parameters anew from the master weights, which a checkpoint has filled."""
         self._step[AFTER_STEP].run()
+
+    def recover(self) -> None:
+        """A forward or backward raised: wait for what is on its way, let go of what is whole, forget gradients."""
+        self.hooks.forget()
+        self._look_away()
+        for mover in self._executor.movers.values():
+            mover.abandon()
+        self.free_all()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.drop_gradients()
+        self._in_pass = self._in_evaluation = False
+        self._is_training_root = None
+        self._open_backwards.clear()
+        self._kept.clear()
 
     def foresee_buffers(self, num_bytes: int) -> None:
         """Every step ends with rank 0's changed buffers, `num_bytes` of them, given to all."""

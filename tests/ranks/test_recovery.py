@@ -1,0 +1,190 @@
+"""Steps that raise, gradients kept at home, engines made and closed: nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, assert_same, batches, plain_run, sharded_run
+
+import shardwise as sw
+from shardwise.errors import StateError
+
+Tensor = torch.Tensor
+CASES = [*PRESETS_2, *PRESETS_2X2]
+IDS = [f"{name}-{n}" for name, n, _ in CASES]
+
+
+@pytest.fixture(params=CASES, ids=IDS)
+def case(request: pytest.FixtureRequest) -> tuple[str, int, Any]:
+    return request.param
+
+
+@pytest.fixture
+def model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(tied=True)
+
+
+class Fragile(Exception):
+    pass
+
+
+class Break(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Fragile
+
+
+class Breaking(Transformer):
+    where = ""
+
+    def logits(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        for index, block in enumerate(self.blocks):
+            if index == 1 and self.where == "forward":
+                raise Fragile
+            hidden = block(hidden)
+            if index == 1 and self.where == "backward":
+                hidden = Break.apply(hidden)
+        return self.head(self.norm(hidden))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
+def test_a_step_that_raises_leaves_the_engine_usable(case: tuple[str, int, Any], where: str) -> None:
+    """In the first step, which is recorded, and in a later one, which follows the program."""
+    torch.manual_seed(0)
+    model = Breaking(tied=True)
+    count = {"steps": 0}
+
+    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        for _ in range(2):
+            engine.module.where = "backward" if where == "backward" else "forward"
+            with pytest.raises(Fragile), torch.set_grad_enabled(where != "evaluation"):
+                engine.backward(engine(*batch))
+            engine.module.where = ""
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        assert engine._meter.now["working"] == 0
+        count["steps"] += 1
+        return loss
+
+    data = batches(4)
+    assert_same(sharded_run(model, data, *case, step=step), plain_run(model, data))
+    assert count["steps"] == 4 * case[1]
+
+
+@pytest.mark.parametrize("last_inside", [False, True], ids=["sum-in-last-backward", "sum-in-step"])
+def test_no_sync(case: tuple[str, int, Any], model: Transformer, last_inside: bool) -> None:
+    """Gradients stay home for two micro-batches and are summed with the third, or by the step itself."""
+    sent: list[int] = []
+
+    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        parts = list(zip(batch[0].chunk(3), batch[1].chunk(3), strict=True))
+        total = torch.zeros(())
+        ledger = engine._ledger
+        for index, (x, y) in enumerate(parts):
+            before = sum(n for (verb, _), n in ledger.sent_bytes.items() if verb in ("reduce_scatter", "all_reduce"))
+            if index < 2 or last_inside:
+                with engine.no_sync():
+                    loss = engine(x, y) / 3
+                    engine.backward(loss)
+                after = sum(n for (verb, _), n in ledger.sent_bytes.items() if verb in ("reduce_scatter", "all_reduce"))
+                sent.append(after - before)
+            else:
+                loss = engine(x, y) / 3
+                engine.backward(loss)
+            total = total + loss.detach()
+        engine.step()
+        return total
+
+    data = batches(4, rows=12)
+    assert_same(sharded_run(model, data, *case, step=step), plain_run(model, data))
+    assert sent
+    assert set(sent) == {0}
+
+
+def test_engines_come_and_go_without_a_trace(model: Transformer) -> None:
+    """Twenty engines over one model: no hooks left, and no more tensors than before."""
+    x, y = batches(1)[0]
+
+    def round_trip() -> int:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with sw.shard(model, "zero3", optimizer=optimizer) as engine:
+            for _ in range(2):
+                engine.backward(engine(x, y))
+                engine.step()
+            state = engine.state_dict()
+        del engine, optimizer
+        model.load_state_dict(state)
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    counts = [round_trip() for _ in range(20)]
+    assert counts[-1] <= counts[2]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_two_engines_in_one_loss(case: tuple[str, int, Any]) -> None:
+    """Two models, each with an engine of its own plan, trained by the sum of their losses."""
+    from shardwise.testing import run_ranks
+
+    preset, num_ranks, mesh = case
+    torch.manual_seed(0)
+    start = [Transformer(), Transformer()]
+    data = batches(4)
+    twins = copy.deepcopy(start)
+    optimizers = [torch.optim.SGD(twin.parameters(), lr=0.1) for twin in twins]
+    expected = []
+    for x, y in data:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = twins[0](x, y) * twins[1](x, y)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        expected.append(loss.item())
+    replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> list[float]:
+        plans = [{"preset": preset, **({"mesh": mesh} if mesh else {})}, "zero2"]
+        engines = [
+            sw.shard(model, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+            for model, plan in zip(replicas[world.rank], plans, strict=True)
+        ]
+        losses = []
+        for x, y in data:
+            loss = engines[0](x, y) * engines[1](x, y)
+            loss.backward()
+            for engine in engines:
+                engine.step()
+            losses.append(loss.item())
+        return losses
+
+    for losses in run_ranks(num_ranks, rank):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_an_engine_is_not(model: Transformer) -> None:
+    engine = sw.shard(model, "zero3")
+    with pytest.raises(StateError, match="cannot be copied"):
+        copy.deepcopy(engine)
+    with pytest.raises(StateError, match="cannot be pickled"):
+        pickle.dumps(engine)
+    text = str(engine)
+    assert "zero3 on dp=1, rank 0 of 1" in text
+    assert "blocks.0" in text
+    assert repr(engine) == "<Engine: Transformer, zero3 on dp=1, open>"
+    engine.close()
+    assert isinstance(engine.module, nn.Module)
