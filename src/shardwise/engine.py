@@ -141,7 +141,7 @@ class Engine:
                 after=self._after_step,
                 forget=self.zero_grad,
             )
-        self._runner = Runner(model, self._units, executor, prefetch_bytes=prefetch_bytes)
+        self._runner = Runner(model, self._units, executor, self.world.exchange, prefetch_bytes=prefetch_bytes)
         self._access = Access(model, self._runner, executor.movers, self._optimizer)
         self._ledger = collectives.ledger
         self._cast_handle = model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
@@ -405,6 +405,10 @@ class Engine:
         if not self._is_prepared or self.gradient_norm is None:
             self._runner.before_step()
             self.gradient_norm = self._verdict.pronounce()
+            if self._verdict.is_incomplete:
+                self._runner.reduce_unforeseen()
+                self._runner.before_step()
+                self.gradient_norm = self._verdict.pronounce()
             self._is_prepared = True
         return self.gradient_norm
 

@@ -1,9 +1,9 @@
 """What all ranks must agree on before an update: the gradient norm, and which parameters have a gradient.
 
 [Note: the verdict] One small vector is summed over all ranks once per step: the squared norm of the elements
-a rank is responsible for, then for every parameter whether any backward reached it here. A parameter that no
-rank reached is not updated at all, as in a plain PyTorch loop, where its `.grad` would be None. One that only
-some ranks reached is updated by its owner everywhere.
+a rank is responsible for, whether gradients lie here that no program has reduced, then for every parameter whether
+any backward reached it here. A parameter that no rank reached is not updated at all, as in a plain PyTorch loop,
+where its `.grad` would be None. One that only some ranks reached is updated by its owner everywhere.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Verdict:
         self._collectives = collectives
         self._groups = groups
         self._vector: torch.Tensor | None = None
+        self.is_incomplete = False
+        """Whether some rank still has gradients to reduce, so that this verdict was early."""
 
     def sum_over(self, axis: str) -> None:
         """Add up what the ranks along `axis` say. All of them call, once per axis and step."""
@@ -42,7 +44,8 @@ class Verdict:
         """Settle which parameters were touched anywhere and return the global 2-norm of the gradients."""
         vector = self._own() if self._vector is None else self._vector
         self._vector = None
-        squared, *touched = vector.tolist()
+        squared, num_left, *touched = vector.tolist()
+        self.is_incomplete = num_left > 0
         start = 0
         for flat in self._flats:
             flat.touched = [count > 0 for count in touched[start : start + len(flat.slots)]]
@@ -53,7 +56,8 @@ class Verdict:
         """This rank's summand. Ranks that hold the same elements share in their norm."""
         touched = [float(mark) for flat in self._flats for mark in flat.touched]
         device = self._flats[0].device if self._flats else torch.device("cpu")
-        vector = torch.tensor([0.0, *touched], dtype=torch.float32, device=device)
+        num_left = sum(flat.has_partial_inbox() for flat in self._flats)
+        vector = torch.tensor([0.0, num_left, *touched], dtype=torch.float32, device=device)
         assert vector.numel() == verdict_numel(len(touched))
         for flat in self._flats:
             if flat.due is not None:

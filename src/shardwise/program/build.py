@@ -164,8 +164,8 @@ def _action(flat: FlatSpec, subject: Subject, move: Move, shard: Iterable[str]) 
 
 
 def verdict_numel(num_params: int) -> int:
-    """Elements of the verdict: the squared gradient norm, and for each parameter whether it had a gradient."""
-    return num_params + 1
+    """Elements of the verdict: the squared gradient norm, what is still to reduce, and each parameter's touch."""
+    return num_params + 2
 
 
 def _agree(flats: Sequence[FlatSpec]) -> list[Action]:

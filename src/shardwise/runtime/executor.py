@@ -21,9 +21,14 @@ class BoundBlock:
         self.moment = block.moment
         self._steps = tuple(zip(block.actions, calls, strict=True))
 
-    def run(self) -> None:
-        """Make the calls in order. A failure to communicate names the moment and the action."""
+    def run(self, *, frees: bool = True) -> None:
+        """Make the calls in order. A failure to communicate names the moment and the action.
+
+        Without `frees` what is whole stays so.
+        """
         for action, call in self._steps:
+            if not frees and action.verb == "free":
+                continue
             try:
                 call()
             except CommError as error:

@@ -6,7 +6,8 @@ The only module that registers hooks. What it reports, per unit:
 - `before_backward`, when the first gradient of an output is about to be used, and again whenever a
   forward is recomputed inside a backward (activation checkpointing);
 - `after_backward`, when every trainable parameter has its gradient and, if the unit has frozen
-  parameters, also the gradients of its inputs have gone out: until then frozen ones are still read;
+  parameters, also the gradients of its inputs have gone out: until then frozen ones are still read.
+  Where some parameters were found to get no gradient, those of the inputs alone decide;
 - `end_of_backward`, when autograd is through.
 """
 
@@ -45,6 +46,7 @@ class _Use:
 
     depth: int = 0
     inputs_out: int = 0
+    watches_inputs: bool = False
 
 
 class Hooks:
@@ -54,6 +56,7 @@ class Hooks:
         self._listener = listener
         self._units = units
         self._uses = {unit.name: _Use() for unit in units}
+        self._inputs_decide: set[str] = set()
         self._awaits_end = False
         self._root = root
         self._handles: list[RemovableHandle] = []
@@ -65,8 +68,8 @@ class Hooks:
                 if flat.spec.trainable:
                     self._watch_params(unit, flat)
 
-    def add_site(self, unit: Unit, site: nn.Module) -> None:
-        """Gather `unit` before `site` runs."""
+    def add_site(self, unit: Unit, site: nn.Module, *, num_running: int = 0) -> None:
+        """Gather `unit` before `site` runs. Calls of `site` that are running now will be seen only as they end."""
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._before(unit, args, kwargs)
@@ -74,6 +77,7 @@ class Hooks:
         def after(_: nn.Module, args: object, output: object) -> None:  # noqa: ARG001
             self._after(unit, output)
 
+        self._uses[unit.name].depth += num_running
         self._handles.append(site.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(site.register_forward_hook(after, always_call=True))
         self._hook_root()
@@ -86,6 +90,10 @@ class Hooks:
             self._root.register_forward_pre_hook(self._enter_root, prepend=True),
             self._root.register_forward_hook(self._leave_root, always_call=True),
         ]
+
+    def watch_inputs(self, unit: Unit) -> None:
+        """From the next forward on the unit is through when its inputs' gradients have gone out."""
+        self._inputs_decide.add(unit.name)
 
     def remove(self) -> None:
         for handle in (*self._handles, *self._root_handles):
@@ -117,7 +125,7 @@ class Hooks:
         if use.depth > 1:
             return
         self._listener.before_forward(unit)
-        if torch.is_grad_enabled() and any(not flat.spec.trainable for flat in unit.flats):
+        if torch.is_grad_enabled() and (unit.name in self._inputs_decide or unit.has_frozen):
             self._watch_inputs(unit, use, (args, kwargs))
 
     def _after(self, unit: Unit, output: object) -> None:
@@ -147,6 +155,7 @@ class Hooks:
             self._close_backward(unit)
 
         use.inputs_out += len(nodes)
+        use.watches_inputs |= bool(nodes)
         for node in nodes:
             node.register_prehook(gone_out)
 
@@ -175,8 +184,11 @@ class Hooks:
         self._listener.before_backward(unit)
 
     def _close_backward(self, unit: Unit) -> None:
-        through = all(flat.complete() for flat in unit.flats if flat.spec.trainable)
-        if through and self._uses[unit.name].inputs_out <= 0:
+        use = self._uses[unit.name]
+        have_all = all(flat.complete() for flat in unit.flats if flat.spec.trainable)
+        inputs_decide = unit.name in self._inputs_decide and use.watches_inputs
+        if use.inputs_out <= 0 and (have_all or inputs_decide):
+            use.watches_inputs = False
             for flat in unit.flats:
                 flat.expect_all()
             self._listener.after_backward(unit)
@@ -189,7 +201,7 @@ class Hooks:
     def _end(self) -> None:
         self._awaits_end = False
         for use in self._uses.values():
-            use.inputs_out = 0
+            use.inputs_out, use.watches_inputs = 0, False
         for unit in self._units:
             for flat in unit.flats:
                 flat.expect_all()
@@ -203,6 +215,7 @@ class Hooks:
                 flat.expect_all()
         for use in self._uses.values():
             use.depth = use.inputs_out = 0
+            use.watches_inputs = False
 
 
 def _in_backward() -> bool:

@@ -63,10 +63,10 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 class Callers:
-    """Which module of the model is running, innermost last."""
+    """Which modules of the model are running, innermost last. Made while `model` itself has just been called."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._running: list[nn.Module] = []
+        self._running: list[nn.Module] = [model]
         self._handles = [
             handle
             for module in model.modules()
@@ -78,6 +78,10 @@ class Callers:
 
     def innermost(self) -> nn.Module | None:
         return self._running[-1] if self._running else None
+
+    def num_running(self, module: nn.Module) -> int:
+        """How many calls of `module` are under way, one inside the other."""
+        return self._running.count(module)
 
     def remove(self) -> None:
         """Not while one of the modules runs: PyTorch may be going through its hooks."""

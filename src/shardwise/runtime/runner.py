@@ -5,11 +5,17 @@ an evaluation pass is what one call of the model does without gradients. The fir
 executed action by action, waiting for each communication, and recorded. From the second on the program
 made from the record is followed, with gathers running ahead. A pass that does not do what was recorded goes
 on without look-ahead, still right, and is recorded anew.
+
+[Note: closings] A unit's backward is *closed* (its parameters dropped, its gradients reduced) at the same point
+on every rank, though ranks may see it end at different times, or not at all where one of them has not used all
+of its parameters (an expert that got no token). That point is where the program says, at the latest before the
+next unit's backward opens. While there is no program, the ranks agree before each opening on the units that are
+through on any of them. What still arrives afterwards is found by the verdict of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -40,11 +46,19 @@ class Runner:
     """Executes one model's programs as its hooks report events."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], executor: Executor, *, prefetch_bytes: int | None
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        executor: Executor,
+        exchange: Callable[[bytes], list[bytes]],
+        *,
+        prefetch_bytes: int | None,
     ) -> None:
         self.units = list(units)
         self.num_recordings = 0
+        self._by_name = {unit.name: unit for unit in units}
         self._executor = executor
+        self._exchange = exchange
         self._prefetch_bytes = prefetch_bytes
         self.specs: tuple[UnitSpec, ...] = tuple(unit.spec for unit in units)
         self._buffers_bytes = 0
@@ -60,11 +74,19 @@ class Runner:
         self._in_evaluation = False
         self._is_training_root: bool | None = None
         self._open_backwards: set[str] = set()
+        self._through: dict[str, Unit] = {}
+        """Units whose backward has ended on this rank and is not closed yet, in that order."""
         self._kept: set[str] = set()
+        self._lasting: set[str] = set()
+        """Units that stay whole until this pass ends, because not all of their uses have been seen."""
         self._model = model
         self._callers: Callers | None = None
         self._reach: Reach | None = None
-        self._reached = False
+        self._is_wiser = False
+        """Whether this pass has taught how to see more, so that the next one is to be recorded."""
+        self._known_left: set[str] = set()
+        """Units found to end a backward with parameters that have no gradient on some rank. The same on all ranks."""
+        self._owes_reductions = False
         self._watched = {True: False, False: False}
         self.hooks = Hooks(model, self.units, self)
 
@@ -123,34 +145,29 @@ class Runner:
             self._begin_pass()
         self._open_backwards.add(unit.name)
         moment = Moment("before", "backward", unit.name)
-        self._close_overdue(moment)
-        self._run(self._training.take(moment), moment, unit)
+        self._run(self._arrive_at(moment), moment, unit)
         self._make_sure(unit)
 
     def after_backward(self, unit: Unit) -> None:
+        """See [Note: closings]."""
         self._open_backwards.discard(unit.name)
         self._kept.discard(unit.name)
-        moment = Moment("after", "backward", unit.name)
-        self._close_overdue(moment)
-        block = self._training.take(moment)
-        if block is None:
-            self._settle_reductions()
-        self._run(block, moment, unit)
+        self._through[unit.name] = unit
+        while (closing := self._expected_closing()) in self._through:
+            self._close_as_planned(closing)
 
     def end_of_backward(self) -> None:
         """Everything back to rest: reductions done, gathered buffers freed; and learn from what was recorded."""
-        self._close_overdue(END_OF_BACKWARD)
-        expected = self._training.expected()
-        if expected is not None and expected.moment == END_OF_BACKWARD:
-            self._training.take(END_OF_BACKWARD)
-            expected.run()
-        followed = self._training.is_finished()
-        self._flush()
-        if not followed:
+        block = self._arrive_at(END_OF_BACKWARD)
+        if block is not None:
+            block.run()
+        self._settle_reductions()
+        self.free_all()
+        if not self._training.is_finished():
             self._learn()
-        self._in_pass = False
-        self._open_backwards.clear()
-        self._kept.clear()
+        self._in_pass = self._is_wiser = False
+        for names in (self._open_backwards, self._kept, self._lasting, self._through):
+            names.clear()
 
     # -- what events have in common ---------------------------------------------------------------------
 
@@ -164,11 +181,14 @@ class Runner:
                 due = gather_due(unit.spec, moment, training=training)
             else:
                 due = drop_due(unit.spec, moment, training=training, reduces=self._pass_reduces)
+            if unit.name in self._lasting:
+                due = tuple(action for action in due if action.verb != "free")
             self._executor.run(moment, serial(due))
 
     def _begin_pass(self) -> None:
         self._in_pass = True
         self._pass_reduces = self.reduces
+        self._owes_reductions |= not self.reduces
         self._training.begin()
 
     @property
@@ -192,35 +212,71 @@ class Runner:
                 moment = Moment("before", "forward", unit.name)
                 self._run(None, moment, unit)
 
-    def _close_overdue(self, moment: Moment) -> None:
-        """Parameters that took no part in this backward have no gradient to wait for.
+    # -- closings -----------------------------------------------------------------------------------------
 
-        Where the program has a unit end its backward before `moment`, it ends it now: other ranks, on which
-        every parameter took part, have started that reduction already.
-        """
+    def _arrive_at(self, moment: Moment) -> BoundBlock | None:
+        """Close what has to be closed before `moment` of a backward; what the program has for it, if it is followed."""
+        while closing := self._expected_closing():
+            self._close_as_planned(closing)
+        if not self._training.expects(moment):
+            self._settle_reductions()
+            self._close_agreed(and_left=moment == END_OF_BACKWARD)
+        return self._training.take(moment)
+
+    def _expected_closing(self) -> str:
+        """The unit whose backward the program ends next, before anything else; "" if something else comes next."""
         expected = self._training.expected()
-        while (
-            expected is not None
-            and expected.moment != moment
-            and (expected.moment.edge, expected.moment.phase) == ("after", "backward")
-            and expected.moment != END_OF_BACKWARD
-        ):
-            self._open_backwards.discard(expected.moment.unit)
-            self._training.take(expected.moment)
-            expected.run()
-            expected = self._training.expected()
+        if expected is None or (expected.moment.edge, expected.moment.phase) != ("after", "backward"):
+            return ""
+        return expected.moment.unit
+
+    def _close_as_planned(self, name: str) -> None:
+        block = self._training.take(Moment("after", "backward", name))
+        is_through = self._is_through(name)
+        if not is_through:
+            self.hooks.watch_inputs(self._by_name[name])
+        if block is not None:
+            block.run(frees=is_through)
+
+    def _close_agreed(self, *, and_left: bool) -> None:
+        """Close, in one order, the units that are through on any rank. All ranks call.
+
+        With `and_left` also those that nobody calls through but that have gradients. All of their parameters
+        will not have one next time either, so that then the end of their backward is looked for elsewhere.
+        """
+        left = [unit.name for unit in self.units if and_left and self._pass_reduces and unit.has_partial_inbox()]
+        for name, is_left in self._agree(self._through, left).items():
+            unit = self._by_name[name]
+            if not self._is_through(name):
+                self.hooks.watch_inputs(unit)
+            if is_left and name not in self._known_left:
+                self._known_left.add(name)
+                self._is_wiser = True
+            moment = Moment("after", "backward", name)
+            self._run(self._training.take(moment), moment, unit)
+
+    def _is_through(self, name: str) -> bool:
+        """Whether the unit to be closed is through here too; if not it may still be needed, and stays whole."""
+        self._open_backwards.discard(name)
+        if self._through.pop(name, None) is not None:
+            return True
+        self._lasting.add(name)
+        return False
+
+    def _agree(self, through: Iterable[str], left: Iterable[str]) -> dict[str, bool]:
+        """Every unit that is through or left on any rank, in an order that all share; and whether any has it left."""
+        numbers = {unit.name: number for number, unit in enumerate(self.units, start=1)}
+        mine = [numbers[name] for name in through] + [-numbers[name] for name in left]
+        said = self._exchange(" ".join(map(str, mine)).encode())
+        agreed: dict[str, bool] = {}
+        for number in map(int, b" ".join(said).split()):
+            name = self.units[abs(number) - 1].name
+            agreed[name] = agreed.get(name, False) or number < 0
+        return agreed
 
     def _settle_reductions(self) -> None:
         for mover in self._executor.movers.values():
             mover.settle_reduction()
-
-    def _flush(self) -> None:
-        """Reduce what the program did not foresee, in an order that all ranks share, and free all that is whole."""
-        self._settle_reductions()
-        for unit in reversed(self.units) if self._pass_reduces else ():
-            if any(flat.has_partial_inbox() for flat in unit.flats):
-                self._run(None, Moment("after", "backward", unit.name), unit)
-        self.free_all()
 
     def make_whole(self, flats: Sequence[Flat]) -> None:
         """Gather `flats` outside of any forward; `free_all` lets them go."""
@@ -243,12 +299,13 @@ class Runner:
         self._in_evaluation = False
         if not self._evaluation.is_finished() and self._evaluation.trace:
             trace = tuple(self._evaluation.trace)
-            if len(trace) < LONGEST_TRACE and not self._reached:
+            if len(trace) < LONGEST_TRACE and not self._is_wiser:
                 planned = plan_step(self.specs, trace, prefetch_bytes=self._prefetch_bytes, training=False)
                 self._evaluation.learn(self._executor.bind(planned.micro_batch))
                 self._watched[False] = True
-        self._reached = False
         if not self._in_pass:
+            self._is_wiser = False
+            self._lasting.clear()
             self.free_all()
 
     # -- learning ---------------------------------------------------------------------------------------
@@ -256,8 +313,7 @@ class Runner:
     def _learn(self) -> None:
         """Make the program of the pass that has just been recorded."""
         trace = tuple(moment for moment in self._training.trace if moment.unit)
-        if self._reached or len(trace) >= LONGEST_TRACE:
-            self._reached = False
+        if self._is_wiser or len(trace) >= LONGEST_TRACE:
             return
         if self._pass_reduces:
             self.program = self._plan(trace)
@@ -279,12 +335,27 @@ class Runner:
 
         What `no_sync` left behind, with no backward since that reduced it, is reduced first.
         """
-        self._pass_reduces = True
-        self._flush()
+        if self._owes_reductions:
+            self._reduce_left()
         for mover in self._executor.movers.values():
             if mover.waits_where_due:
                 mover.keep_due()
         self._step[BEFORE_STEP].run()
+
+    def reduce_unforeseen(self) -> None:
+        """Reduce the gradients that the program has left on some rank, and record the next pass. All ranks call."""
+        self._reduce_left()
+        for script in self._trainings.values():
+            script.forget()
+
+    def _reduce_left(self) -> None:
+        self._owes_reductions = False
+        self._pass_reduces = True
+        self._settle_reductions()
+        left = [unit.name for unit in self.units if unit.has_partial_inbox()]
+        for name in self._agree((), left):
+            self._run(None, Moment("after", "backward", name), self._by_name[name])
+        self.free_all()
 
     def after_step(self) -> None:
         """New parameters to where they rest; gradients are used up."""
@@ -312,10 +383,10 @@ class Runner:
         for unit in self.units:
             for flat in unit.flats:
                 flat.drop_gradients()
-        self._in_pass = self._in_evaluation = False
+        self._in_pass = self._in_evaluation = self._is_wiser = self._owes_reductions = False
         self._is_training_root = None
-        self._open_backwards.clear()
-        self._kept.clear()
+        for names in (self._open_backwards, self._kept, self._lasting, self._through):
+            names.clear()
 
     def foresee_buffers(self, num_bytes: int) -> None:
         """Every step ends with rank 0's changed buffers, `num_bytes` of them, given to all."""
@@ -352,9 +423,11 @@ class Runner:
         """A module reads `unit` without calling it: gather it now, and from the next pass on before that module."""
         caller = self._callers.innermost() if self._callers is not None else None
         site = caller if caller is not None else self._model
-        self._reached = True
+        self._is_wiser = True
         self._kept.add(unit.name)
+        self._lasting.add(unit.name)
         if all(site is not known for known in unit.sites):
             unit.sites.append(site)
-            self.hooks.add_site(unit, site)
+            num_running = self._callers.num_running(site) if self._callers is not None else 0
+            self.hooks.add_site(unit, site, num_running=num_running)
         self._make_sure(unit)

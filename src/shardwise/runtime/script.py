@@ -37,6 +37,16 @@ class Script:
             return self.blocks[self._next]
         return None
 
+    def expects(self, moment: Moment) -> bool:
+        """Whether `moment` is what comes next in the program."""
+        expected = self.expected()
+        return expected is not None and expected.moment == moment
+
+    def forget(self) -> None:
+        """The program no longer fits: the next pass is recorded."""
+        self.blocks = ()
+        self.is_followed = False
+
     def take(self, moment: Moment) -> BoundBlock | None:
         """The block that is due at `moment`, if that is what comes next; else the pass is recorded from here on."""
         if len(self.trace) < LONGEST_TRACE:

@@ -48,7 +48,7 @@ def choose_units(model: nn.Module, plan: Plan) -> list[UnitChoice]:
             small.update(dict.fromkeys(params, home[0]))
             continue
         name = home[0] or type(model).__name__
-        sites = tuple(modules[path] for path in home)
+        sites = tuple(site for path in home for site in _callable(modules[path]))
         choices.append(UnitChoice(name if len(home) == 1 else f"{name}+", params, sites))
     if small:
         choices.append(_rest(model, modules, small))
@@ -65,10 +65,23 @@ def _rest(model: nn.Module, modules: Mapping[str, nn.Module], small: Mapping[str
             break
         common.append(parts[0])
     owners = [modules[path] for path in dict.fromkeys(small.values())]
-    above = modules[".".join(common)]
+    above = next((modules[path] for path in _upwards(".".join(common)) if _has_forward(modules[path])), model)
     named = dict(model.named_parameters())
     sites = [above, *(owner for owner in owners if owner is not above)]
     return UnitChoice(REST, {name: named[name] for name in small}, tuple(sites))
+
+
+def _callable(module: nn.Module) -> Iterator[nn.Module]:
+    """`module`, or the modules in it that are called in its stead: nobody calls a `ModuleList`."""
+    if _has_forward(module) or not any(True for _ in module.children()):
+        yield module
+        return
+    for child in module.children():
+        yield from _callable(child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def _homes(model: nn.Module, blocks: Selection) -> dict[nn.Parameter, tuple[str, ...]]:
@@ -112,7 +125,7 @@ def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     classes = [type(child) for child in children.values()]
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     for name, child in children.items():
-        if is_container and classes.count(type(child)) > 1:
+        if is_container and classes.count(type(child)) > 1 and _has_forward(child):
             yield name, child
         else:
             yield from _repeated(child, name)

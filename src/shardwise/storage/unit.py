@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -29,6 +30,14 @@ class Unit:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @cached_property
+    def has_frozen(self) -> bool:
+        return any(not flat.spec.trainable for flat in self.flats)
+
+    def has_partial_inbox(self) -> bool:
+        """Whether gradients lie here that should have been reduced by now."""
+        return any(flat.has_partial_inbox() for flat in self.flats)
 
 
 def unit_spec(choice: UnitChoice, table: Table, mesh: Mesh) -> UnitSpec:

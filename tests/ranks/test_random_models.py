@@ -1,0 +1,209 @@
+"""Models drawn at random beside their twins: nesting, ties, frozen parts, reuse, reaching, skipping, experts."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from twins import full_params
+
+import shardwise as sw
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+WIDTH = 6
+NUM_STEPS = 4
+
+
+class Layer(nn.Module):
+    """One of a few kinds, perhaps with an odd parameter of its own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "linear":
+            self.inner: nn.Module = nn.Linear(WIDTH, WIDTH)
+        elif kind == "norm":
+            self.inner = nn.LayerNorm(WIDTH)
+        elif kind == "mlp":
+            self.inner = nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, WIDTH))
+        elif kind == "scalar":
+            self.scale = nn.Parameter(torch.tensor(0.9))
+            self.inner = nn.Identity()
+        elif kind == "experts":
+            self.inner = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+            self.chosen = 0
+        else:
+            self.turned = nn.Parameter(torch.randn(3, WIDTH).mul_(0.3).t())
+            self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner[self.chosen](x) if self.kind == "experts" else self.inner(x)
+        if self.kind == "scalar":
+            return out * self.scale
+        if self.kind == "turned":
+            return out + torch.tanh(out @ self.turned) @ self.turned.t()
+        return x + 0.5 * torch.tanh(out)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a layer: called, recomputed in the backward, or only its first parameter read."""
+
+    layer: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Sketch:
+    kinds: tuple[str, ...]
+    nested: tuple[int, ...]
+    ties: tuple[tuple[int, int], ...]
+    frozen: frozenset[int]
+    calls: tuple[Call, ...]
+    every_other: frozenset[int]
+
+
+class Drawn(nn.Module):
+    def __init__(self, sketch: Sketch) -> None:
+        super().__init__()
+        self.sketch = sketch
+        layers = [Layer(kind) for kind in sketch.kinds]
+        for a, b in sketch.ties:
+            if {sketch.kinds[a], sketch.kinds[b]} == {"linear"}:
+                layers[b].inner.weight = layers[a].inner.weight
+        for index in sketch.frozen:
+            for param in layers[index].parameters():
+                param.requires_grad_(False)
+        self.groups = nn.ModuleList()
+        self.where: list[tuple[int, int]] = []
+        start = 0
+        for size in sketch.nested:
+            part = layers[start : start + size]
+            if part:
+                self.where += [(len(self.groups), place) for place in range(len(part))]
+                self.groups.append(nn.ModuleList(part))
+            start += size
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.step = 0
+
+    def begin(self, step: int, rank: int) -> None:
+        """What is used depends on the step, and inside a layer with experts on the rank too."""
+        self.step = step
+        for layer in self.modules():
+            if isinstance(layer, Layer):
+                layer.chosen = (step * rank + rank) % 3
+
+    def layer(self, index: int) -> nn.Module:
+        group, place = self.where[index]
+        return self.groups[group][place]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.entry(x)
+        for number, call in enumerate(self.sketch.calls):
+            if number in self.sketch.every_other and self.step % 2:
+                continue
+            layer = self.layer(call.layer)
+            if call.how == "read":
+                first = next(layer.parameters(), None)
+                hidden = hidden if first is None else hidden + first.sum() * 0.01
+            elif call.how == "recompute":
+                hidden = checkpoint(layer, hidden, use_reentrant=False)
+            else:
+                hidden = layer(hidden)
+        return hidden.square().mean()
+
+
+@st.composite
+def sketches(draw: st.DrawFn) -> Sketch:
+    num = draw(st.integers(1, 6))
+    index = st.integers(0, num - 1)
+    kinds = draw(st.tuples(*[st.sampled_from(["linear", "norm", "mlp", "scalar", "turned", "experts"])] * num))
+    calls = draw(
+        st.lists(st.builds(Call, index, st.sampled_from(["call", "call", "call", "recompute", "read"])), max_size=8)
+    )
+    return Sketch(
+        kinds=kinds,
+        nested=(*draw(st.lists(st.integers(1, 3), max_size=3)), num),
+        ties=tuple(draw(st.lists(st.tuples(index, index), max_size=2))),
+        frozen=draw(st.frozensets(index, max_size=2)),
+        calls=tuple(calls),
+        every_other=draw(st.frozensets(st.integers(0, 7), max_size=2)),
+    )
+
+
+PLANS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"preset": "zero3"}),
+    (2, {"preset": "zero2"}),
+    (2, {"preset": "zero1"}),
+    (2, {"preset": "ddp"}),
+    (2, {"preset": "zero3-kept"}),
+    (3, {"preset": "zero3", "units": {"class": "Layer"}}),
+    (4, {"preset": "hsdp", "mesh": {"node": 2, "local": 2}}),
+    (4, {"preset": "hpz", "mesh": {"node": 2, "local": 2}, "prefetch_bytes": 10_000}),
+    (2, {"preset": "zero3", "prefetch_bytes": 0}),
+    (2, {"preset": "zero3", "units": {"min_numel": 40}}),
+]
+NUM_MODELS = 220
+
+
+@pytest.mark.timeout(240)
+@settings(
+    max_examples=NUM_MODELS,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(sketch=sketches(), plan=st.sampled_from(PLANS), seed=st.integers(0, 99))
+def test_drawn_models_train_like_their_twins(sketch: Sketch, plan: tuple[int, dict[str, Any]], seed: int) -> None:
+    num_ranks, settings = plan
+    if "experts" in sketch.kinds:  # one that only some ranks call must not be a unit by itself
+        settings = {**settings, "units": {"class": "Layer"}}
+    torch.manual_seed(seed)
+    start = Drawn(sketch)
+    data = torch.randn(NUM_STEPS, 12, WIDTH)
+    twin = copy.deepcopy(start)
+    optimizer = optimizer_of(twin)
+    expected = []
+    for step, x in enumerate(data):
+        optimizer.zero_grad()
+        losses = []
+        for number, chunk in enumerate(x.chunk(num_ranks)):
+            twin.begin(step, number)
+            loss = twin(chunk) / num_ranks
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        expected.append(sum(losses))
+    replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor], int]:
+        model = replicas[world.rank]
+        with sw.shard(model, settings, optimizer=optimizer_of(model), world=world) as engine:
+            losses = []
+            for step, x in enumerate(data):
+                model.begin(step, world.rank)
+                loss = engine(x.chunk(world.size)[world.rank])
+                engine.backward(loss)
+                engine.step()
+                losses.append(world.mean(loss.item()))
+            return losses, full_params(engine), engine._meter.now["working"]
+
+    for losses, params, working in run_ranks(num_ranks, rank, timeout_seconds=10):
+        assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert working == 0
+        for name, param in twin.named_parameters():
+            assert torch.allclose(params[name], param, atol=1e-5), name
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """With weight decay and momentum, which show at once if an unused parameter is touched."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
