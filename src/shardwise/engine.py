@@ -29,9 +29,9 @@ from shardwise.storage import (
     check_same_everywhere,
     choose_units,
     make_unit,
+    rows_for,
     settle,
     torch_dtype,
-    unit_spec,
 )
 from shardwise.telemetry import ByteMeter
 from shardwise.units import format_bytes, format_count
@@ -116,7 +116,7 @@ class Engine:
         self._is_open = True
         self._meter = ByteMeter()
         self._states_per_param = vet(optimizer, model) if optimizer is not None else 0
-        self._units = _build_units(model, plan, self.table, self.mesh, world, self._meter)
+        self._units = _build_units(model, plan, self.mesh, world, self._meter)
         self._flats = [flat for unit in self._units for flat in unit.flats]
         self._wire_up(model, optimizer)
 
@@ -441,13 +441,13 @@ class Engine:
         return self._optimizer
 
 
-def _build_units(model: nn.Module, plan: Plan, table: Table, mesh: Mesh, world: World, meter: ByteMeter) -> list[Unit]:
+def _build_units(model: nn.Module, plan: Plan, mesh: Mesh, world: World, meter: ByteMeter) -> list[Unit]:
     """Check, choose, and only then change anything."""
     check_model(model)
     check_same_everywhere(model, world)
-    choices = choose_units(model, plan)
+    choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
     coordinate = mesh.coordinate(world.rank)
-    units = [make_unit(choice, unit_spec(choice, table, mesh), coordinate, meter) for choice in choices]
+    units = [make_unit(choice, rows, mesh, coordinate, meter) for choice in choices]
     units = [unit for unit in units if unit.flats]
     settle(units, model, world)
     return units

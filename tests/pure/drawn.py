@@ -42,7 +42,7 @@ def tables(draw: Draw, axes: Axes, *, tiers: bool = False) -> Table:
     shard = draw(shards(axes))
     summands = tuple(axis for axis in axes if axis not in shard["grad"] and draw(st.booleans()))
     compute = draw(DTYPES)
-    states = draw(DTYPES.filter(lambda dtype: WIDTH[dtype] >= WIDTH[compute]))
+    states = draw(DTYPES.filter(lambda dtype: dtype == compute or WIDTH[dtype] > WIDTH[compute]))
 
     def place(kind: Kind, dtype: Dtype) -> Place:
         tier = draw(st.sampled_from(["device", "host", "disk"])) if tiers else "device"

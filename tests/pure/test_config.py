@@ -225,11 +225,11 @@ def test_an_unknown_key_gets_the_nearest_name_at_its_level(write: Any) -> None:
 def test_all_that_is_wrong_is_told_at_once_in_the_order_of_writing(write: Any) -> None:
     name = write(
         "plan.yaml",
-        "wire: {grad: fp16}\nmesh: {dp: two}\naccumulate: 0\nclip_grad_norm: -1\nsync_buffers: 1\n"
+        "wire: {grad: fp17}\nmesh: {dp: two}\naccumulate: 0\nclip_grad_norm: -1\nsync_buffers: 1\n"
         "units: {clas: Block}\nprefetch_bytes: 64 miles\nrows:\n  grad:\n    shard: dp\n",
     )
     assert refused(name, "precision=int8").splitlines() == [
-        "plan.yaml:1: wire.grad is 'fp16'; expected fp64, fp32, bf16 or null.",
+        "plan.yaml:1: wire.grad is 'fp17'; expected fp64, fp32, bf16, fp16 or null.",
         "plan.yaml:2: mesh.dp is 'two'; expected a whole number.",
         "plan.yaml:3: accumulate is 0; expected a whole number of at least 1.",
         "plan.yaml:4: clip_grad_norm is -1; expected a number above 0 or null.",
@@ -237,7 +237,7 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_writing(write: Any) -
         "plan.yaml:6: units is {'clas': 'Block'}; expected auto, a list of names or a rule such as {class: Block}.",
         "plan.yaml:7: prefetch_bytes is '64 miles'; expected auto or bytes such as 64M or 4096.",
         "plan.yaml:10: rows.grad.shard is 'dp'; expected a list of names or null.",
-        "override 'precision=int8': precision is 'int8'; expected fp64, fp32 or bf16.",
+        "override 'precision=int8': precision is 'int8'; expected fp64, fp32, bf16 or fp16.",
     ]
 
 
@@ -354,4 +354,11 @@ def test_a_mapping_needs_keys_of_text() -> None:
 
 def test_every_field_has_words_and_its_default_is_the_plans() -> None:
     defaults = {path: default for path, _, default in schema_table()}
-    assert {path: value for path, value, _ in plan_table(Plan())} == defaults
+    named = {path for path in defaults if "<name>" in path}
+    assert {path: value for path, value, _ in plan_table(Plan()) if path != "rules"} == {
+        path: default for path, default in defaults.items() if path not in named
+    }
+    assert all(path.startswith("rules.<name>.") for path in named)
+    assert ("rules.norms.max_numel", 5, "argument") in plan_table(
+        Plan.model_validate({"rules": {"norms": {"max_numel": 5}}})
+    )

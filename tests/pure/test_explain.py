@@ -30,6 +30,9 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(sizes.WIDTH, sizes.WIDTH)
 
+    def forward(self, x):
+        return self.linear(x)
+
 
 class Tiny(nn.Module):
     def __init__(self, depth=3):

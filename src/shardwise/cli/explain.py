@@ -80,5 +80,5 @@ def _units(
     if model is None:
         return stand_in(table, mesh), ()
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
-    units: tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]] = model_file.units_of(model, plan, table, mesh)
+    units: tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]] = model_file.units_of(model, plan, mesh)
     return units

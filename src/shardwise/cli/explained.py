@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.config import Plan, plan_table
 from shardwise.mesh import Mesh
-from shardwise.placement import KINDS, Table, pack, padded_numel, table_for
+from shardwise.placement import KINDS, Table, pack, padded_numel, ruled_tables, table_for
 from shardwise.program import FlatSpec, Footprint, StepProgram, UnitSpec, plan_step, render, straight_trace
 
 NUM_STAND_INS = 4
@@ -39,6 +39,11 @@ class Explained:
     num_states: int
     step: StepProgram
     replicated: Footprint
+
+    @property
+    def rules(self) -> dict[str, Table]:
+        """The tables of the plan's rules, by name."""
+        return ruled_tables(self.plan, self.mesh)
 
     @property
     def program(self) -> str:
@@ -81,6 +86,7 @@ def as_json(explained: Explained) -> dict[str, Any]:
         "mesh": dict(zip(explained.mesh.axes, explained.mesh.sizes, strict=True)),
         "known_from": explained.known_from,
         "table": {kind: asdict(table.place(kind)) for kind in KINDS},
+        "rules": {name: {kind: asdict(ruled.place(kind)) for kind in KINDS} for name, ruled in explained.rules.items()},
         "compute": table.compute,
         "wire": table.wire,
         "units": [asdict(size) for size in explained.sizes] or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",

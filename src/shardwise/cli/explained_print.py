@@ -12,8 +12,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from shardwise.cli.explained import NUM_STAND_INS, STAND_IN_NUMEL, Explained, UnitSize, by_kind
-from shardwise.config import plan_table
-from shardwise.placement import KINDS, PRESETS, Place
+from shardwise.config import Plan, plan_table
+from shardwise.placement import KINDS, PRESETS, Place, Table
 from shardwise.program import shortened
 from shardwise.units import format_bytes, format_count
 
@@ -33,7 +33,9 @@ def print_explained(explained: Explained, console: Console, *, full: bool) -> No
     console.print(Text.assemble((plan.preset, "bold cyan"), f" on {mesh}, {ranks}"), soft_wrap=True)
     console.print(Text(f"known from {explained.known_from}", "dim"), soft_wrap=True)
     _section(console, "plan", _plan_grid(explained))
-    _section(console, "table", _table_grid(explained), _below_rows(explained))
+    _section(console, "table", _table_grid(explained.table), _below_rows(explained))
+    for name, table in explained.rules.items():
+        _section(console, f"table under the rule {name!r}", _table_grid(table), Text(f"computes in {table.compute}"))
     _section(console, "units", *_units_lines(explained))
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
     _section(console, "sent per rank and step", Text(_sent(explained)))
@@ -80,17 +82,24 @@ def _plan_grid(explained: Explained) -> Grid:
     """Every value that says something, and where it came from; rows and wires that were left alone do not."""
     grid = _grid("", "", "")
     for path, value, origin in plan_table(explained.plan):
-        if value is None and origin == "default" and path != "mesh":
+        if origin == "default" and _says_nothing(path, value, explained.plan):
             continue
         said = "as the preset" if value is None else str(value)
         grid.add_row(path, Text(said), Text(origin, "dim" if origin == "default" else "yellow"))
     return grid
 
 
-def _table_grid(explained: Explained) -> Grid:
+def _says_nothing(path: str, value: object, plan: Plan) -> bool:
+    """Whether a default need not be shown: what is left as it is, and what does not apply."""
+    if path.startswith("loss_scale."):
+        return plan.precision != "fp16"
+    return path in ("rules", "resident_below") or (value is None and path != "mesh")
+
+
+def _table_grid(table: Table) -> Grid:
     grid = _grid("", "place", "dtype", "tier", "")
     for kind in KINDS:
-        place = explained.table.place(kind)
+        place = table.place(kind)
         grid.add_row(Text(kind, "cyan"), _place(place), place.dtype, place.tier, Text(MEANINGS[kind], "dim"))
     return grid
 

@@ -17,19 +17,18 @@ from shardwise.cli.explained import UnitSize
 from shardwise.config import Plan
 from shardwise.errors import ModelError, nearest
 from shardwise.mesh import Mesh
-from shardwise.placement import Table
 from shardwise.program import UnitSpec
-from shardwise.storage import UnitChoice, choose_units, unit_spec
+from shardwise.storage import UnitChoice, choose_units, rows_for, unit_spec
 
 
-def units_of(source: str, plan: Plan, table: Table, mesh: Mesh) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
+def units_of(source: str, plan: Plan, mesh: Mesh) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
     """The units that `plan` makes of the model that `FILE:CALLABLE` builds, and their sizes.
 
     Runs the file and the callable; parameters are on the meta device and take no memory.
     """
     model = build_model(source)
-    choices = choose_units(model, plan)
-    specs = [(choice, unit_spec(choice, table, mesh)) for choice in choices]
+    choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
+    specs = [(choice, unit_spec(choice, rows, mesh)) for choice in choices]
     kept = [(choice, spec) for choice, spec in specs if spec.flats]
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to place.")

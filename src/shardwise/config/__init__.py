@@ -2,6 +2,17 @@
 
 from shardwise.config.describe import plan_table, schema_table
 from shardwise.config.load import PlanSource, load_plan
-from shardwise.config.schema import PlaceEdit, Plan, Rows, Wire
+from shardwise.config.schema import LossScale, PlaceEdit, Plan, Rows, Rule, Wire
 
-__all__ = ["PlaceEdit", "Plan", "PlanSource", "Rows", "Wire", "load_plan", "plan_table", "schema_table"]
+__all__ = [
+    "LossScale",
+    "PlaceEdit",
+    "Plan",
+    "PlanSource",
+    "Rows",
+    "Rule",
+    "Wire",
+    "load_plan",
+    "plan_table",
+    "schema_table",
+]

@@ -30,7 +30,7 @@ def schema_table() -> list[tuple[str, str, object]]:
     return [
         (path, in_words(field), field.get_default())
         for path, field in _fields(Plan, "")
-        if not _is_section(field.annotation)
+        if not _is_section(field.annotation) and not _named_section(field.annotation)
     ]
 
 
@@ -38,21 +38,26 @@ def known_keys(path: tuple[str, ...]) -> list[str]:
     """The keys that the section at `path` has; `()` is the plan itself."""
     section: Any = Plan
     for key in path:
-        section = section.model_fields[key].annotation
-    return list(section.model_fields)
+        section = _named_section(section) or section.model_fields[key].annotation
+    return [] if _named_section(section) else list(section.model_fields)
 
 
 def words_at(path: tuple[str, ...]) -> str | None:
     """What may stand at `path`, in words; None where the schema has no such place."""
     section: Any = Plan
     for depth, key in enumerate(path):
+        if _named_section(section):
+            section = _named_section(section)
+            continue
         field = section.model_fields.get(key)
         if field is None:
             return None
-        if not _is_section(field.annotation):
+        if not _is_section(field.annotation) and not _named_section(field.annotation):
             rest = path[depth + 1 :]
             return in_words(field) if not rest else _words_below(field.annotation)
         section = field.annotation
+    if _named_section(section):
+        return f"a mapping of names to mappings with {_either(list(_named_section(section).model_fields))}"
     return f"a mapping with {_either(list(section.model_fields))}"
 
 
@@ -103,11 +108,19 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
+def _named_section(annotation: Any) -> Any:
+    """The section that each value of `annotation` is, where that is a mapping of the user's own names to sections."""
+    inner = get_args(annotation)
+    return inner[1] if get_origin(annotation) is dict and _is_section(inner[1]) else None
+
+
 def _fields(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for key, field in section.model_fields.items():
         yield prefix + key, field
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _fields(field.annotation, f"{prefix}{key}.")
+        named: Any = _named_section(field.annotation)
+        below: Any = named or field.annotation
+        if _is_section(below):
+            yield from _fields(below, f"{prefix}{key}.<name>." if named else f"{prefix}{key}.")
 
 
 def _values(section: BaseModel, prefix: str) -> Iterator[tuple[str, object]]:
@@ -116,6 +129,8 @@ def _values(section: BaseModel, prefix: str) -> Iterator[tuple[str, object]]:
         if isinstance(value, BaseModel):
             yield from _values(value, f"{prefix}{key}.")
         elif isinstance(value, Mapping) and value:
-            yield from ((f"{prefix}{key}.{name}", one) for name, one in value.items())
+            for name, one in value.items():
+                path = f"{prefix}{key}.{name}"
+                yield from _values(one, f"{path}.") if isinstance(one, BaseModel) else [(path, one)]
         else:
             yield prefix + key, value

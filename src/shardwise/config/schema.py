@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from shardwise.units import parse_bytes
 
-DtypeName = Literal["fp64", "fp32", "bf16"]
+DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 TierName = Literal["device", "host", "disk"]
 
 
@@ -73,6 +73,29 @@ class Wire(Strict):
     grad: DtypeName | None = Field(default=None, description="dtype of gradients on the wire; default: precision")
 
 
+class Rule(Strict):
+    """Other rows for some of the parameters: those that fit everything the rule asks for."""
+
+    params: Names | None = Field(default=None, description="patterns of parameter names, such as *.bias")
+    classes: Names | None = Field(default=None, description="classes of the modules that own them, such as LayerNorm")
+    max_numel: int | None = Field(default=None, ge=1, description="elements: larger parameters do not fit the rule")
+    precision: DtypeName | None = Field(default=None, description="dtype in forward and backward; default: the plan's")
+    rows: Rows = Field(default=Rows(), description="changes to the plan's table")
+
+
+class LossScale(Strict):
+    """What the loss is multiplied by in fp16, so that small gradients do not become zero.
+
+    It doubles after `window` steps without an overflow and halves when `hysteresis` overflows have come.
+    """
+
+    dynamic: bool = Field(default=True, description="whether it changes; if not, it stays at initial")
+    initial: float = Field(default=65536.0, gt=0, allow_inf_nan=False, description="what it starts from")
+    window: int = Field(default=1000, ge=1, description="steps without an overflow before it doubles")
+    hysteresis: int = Field(default=2, ge=1, description="overflows that are borne before it halves")
+    minimum: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="what it never falls below")
+
+
 class Plan(Strict):
     """How one model is trained: a table, a mesh, and how the table is turned into a list."""
 
@@ -83,7 +106,14 @@ class Plan(Strict):
     )
     precision: DtypeName = Field(default="fp32", description="dtype of parameters in forward and backward")
     rows: Rows = Field(default=Rows(), description="changes to the preset's table")
+    rules: dict[str, Rule] = Field(
+        default={}, description="other rows for some parameters, by a name of your own; the first that fits counts"
+    )
+    resident_below: int = Field(
+        default=0, ge=0, description="elements: smaller parameters stay whole on every rank between steps"
+    )
     wire: Wire = Field(default=Wire(), description="what travels")
+    loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
     units: Literal["auto"] | Names | UnitRule = Field(
         default="auto",
         description="what is gathered together: auto (the repeated block class), a list of module names "

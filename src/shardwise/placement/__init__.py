@@ -3,7 +3,7 @@
 from shardwise.placement.layout import Layout, Slot, Span, pack, padded_numel
 from shardwise.placement.moves import Move, MoveVerb, moves
 from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
-from shardwise.placement.presets import PRESETS, Preset, mesh_for, preset, table_for
+from shardwise.placement.presets import PRESETS, Preset, mesh_for, preset, resident_table, ruled_tables, table_for
 from shardwise.placement.table import Table
 
 __all__ = [
@@ -27,5 +27,7 @@ __all__ = [
     "pack",
     "padded_numel",
     "preset",
+    "resident_table",
+    "ruled_tables",
     "table_for",
 ]

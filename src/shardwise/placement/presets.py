@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardwise.config import Plan
+from shardwise.config import PlaceEdit, Plan, Rows, Rule
 from shardwise.errors import PlacementError, nearest
 from shardwise.mesh import Mesh
-from shardwise.placement.place import Axes, Dtype, Kind, Place
+from shardwise.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.placement.table import Table
 
 
@@ -75,28 +75,29 @@ def mesh_for(plan: Plan, world_size: int) -> Mesh:
     return Mesh.of(sizes, world_size)
 
 
-def table_for(plan: Plan, mesh: Mesh) -> Table:
-    """The table that `plan` asks for on `mesh`: the preset's rows, the plan's edits and dtypes.
+def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "Row") -> Table:
+    """The table that `plan` asks for on `mesh`: the preset's rows, the plan's edits and dtypes, then the rule's.
 
     Parameters are kept and held in the compute dtype (`precision`); gradients at rest and optimizer
     states in at least fp32, so that sums over micro-batches and small updates are not rounded away.
     """
     base = preset(plan.preset).over(mesh)
-    compute = plan.precision
-    states: Dtype = compute if compute != "bf16" else "fp32"
+    compute = (rule.precision if rule is not None else None) or plan.precision
+    states: Dtype = compute if WIDTH[compute] >= WIDTH["fp32"] else "fp32"
 
     def row(kind: Kind, place: Place, dtype: Dtype) -> Place:
-        edit = getattr(plan.rows, kind)
-        edited = replace(place, **{"dtype": dtype, **{key: value for key, value in edit if value is not None}})
-        mesh.require(edited.shard + edited.partial, f"Row {kind!r}")
+        edits = [getattr(rows, kind) for rows in (plan.rows, rule.rows if rule is not None else None) if rows]
+        said = {key: value for edit in edits for key, value in edit if value is not None}
+        edited = replace(place, **{"dtype": dtype, **said})
+        mesh.require(edited.shard + edited.partial, f"{what} {kind!r}")
         if edited.tier != "device":
             raise PlacementError(
-                f"Row {kind!r} is placed on tier {edited.tier!r}, but this version keeps every row on the device. "
+                f"{what} {kind!r} is placed on tier {edited.tier!r}, but this version keeps every row on the device. "
                 f"Leave out rows.{kind}.tier."
             )
         if kind in ("param", "held") and edited.dtype != compute:
             raise PlacementError(
-                f"Row {kind!r} is {edited.dtype}, but forward and backward run in {compute}. "
+                f"{what} {kind!r} is {edited.dtype}, but forward and backward run in {compute}. "
                 f"Set precision={edited.dtype}, or leave out rows.{kind}.dtype."
             )
         return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
@@ -110,6 +111,17 @@ def table_for(plan: Plan, mesh: Mesh) -> Table:
         compute=compute,
         wire=plan.wire.grad or compute,
     )
+
+
+def ruled_tables(plan: Plan, mesh: Mesh) -> dict[str, Table]:
+    """The tables of the plan's rules, by the rules' names."""
+    return {name: table_for(plan, mesh, rule, what=f"Rule {name!r}: row") for name, rule in plan.rules.items()}
+
+
+def resident_table(plan: Plan, mesh: Mesh) -> Table:
+    """The plan's table for parameters that are too small to be worth gathering (`resident_below`)."""
+    whole = PlaceEdit(shard=())
+    return table_for(plan, mesh, Rule(rows=Rows(param=whole, held=whole)), what="resident_below: row")
 
 
 def _in_order(axes: Axes, mesh: Mesh) -> Axes:

@@ -145,3 +145,8 @@ class Table:
                 f"optim is {self.optim.dtype}, narrower than param in {self.param.dtype}, so updates would be "
                 f"rounded away. Make optim {self.param.dtype} or wider."
             )
+        if {self.optim.dtype, self.param.dtype} == {"bf16", "fp16"}:
+            raise PlacementError(
+                f"optim is {self.optim.dtype} and param {self.param.dtype}: neither can hold all values of the other. "
+                f"Make optim fp32, or {self.param.dtype}."
+            )

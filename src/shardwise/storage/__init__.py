@@ -3,18 +3,21 @@
 from shardwise.storage.birth import check_model, check_same_everywhere, settle
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import Flat, FullState
+from shardwise.storage.rows import Row, rows_for
 from shardwise.storage.select import UnitChoice, choose_units
 from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
     "Flat",
     "FullState",
+    "Row",
     "Unit",
     "UnitChoice",
     "check_model",
     "check_same_everywhere",
     "choose_units",
     "make_unit",
+    "rows_for",
     "settle",
     "torch_dtype",
     "unit_spec",

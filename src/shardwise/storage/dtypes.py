@@ -10,6 +10,7 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from shardwise.mesh import Mesh
-from shardwise.placement import Table, pack, padded_numel
+from shardwise.placement import pack, padded_numel
 from shardwise.program import FlatSpec, UnitSpec
 from shardwise.storage.flat import Flat
+from shardwise.storage.rows import Row
 from shardwise.storage.select import UnitChoice
 from shardwise.telemetry import ByteMeter
 
@@ -40,33 +41,54 @@ class Unit:
         return any(flat.has_partial_inbox() for flat in self.flats)
 
 
-def unit_spec(choice: UnitChoice, table: Table, mesh: Mesh) -> UnitSpec:
+@dataclass(frozen=True)
+class Shelf:
+    """Parameters that can lie in one buffer: all trainable or all frozen, under one table."""
+
+    row: Row
+    trainable: bool
+
+    def name(self, unit: str) -> str:
+        """`h.0`, `h.0:norms`, `h.0:frozen`, `h.0:norms-frozen`."""
+        labels = [label for label in (self.row.label, "" if self.trainable else "frozen") if label]
+        return f"{unit}:{'-'.join(labels)}" if labels else unit
+
+
+def unit_spec(choice: UnitChoice, rows: Mapping[nn.Parameter, Row], mesh: Mesh) -> UnitSpec:
     """What the program needs to know of a unit. Needs no memory: the parameters may be on the meta device."""
     flats = []
-    for label, named in _shelves(choice).items():
+    for shelf, named in _shelves(choice, rows).items():
         slots = pack((name, tuple(param.shape)) for name, param in named)
-        name = choice.name if not label else f"{choice.name}:{label}"
         numel = padded_numel(slots, mesh.world_size)
-        flats.append(FlatSpec(name, numel, len(slots), table.on(mesh), mesh, trainable=not label))
+        name, table = shelf.name(choice.name), shelf.row.table.on(mesh)
+        flats.append(FlatSpec(name, numel, len(slots), table, mesh, trainable=shelf.trainable))
     return UnitSpec(choice.name, tuple(flats))
 
 
-def make_unit(choice: UnitChoice, spec: UnitSpec, coordinate: Mapping[str, int], meter: ByteMeter) -> Unit:
+def make_unit(
+    choice: UnitChoice,
+    rows: Mapping[nn.Parameter, Row],
+    mesh: Mesh,
+    coordinate: Mapping[str, int],
+    meter: ByteMeter,
+) -> Unit:
     """A unit whose flat buffers are still empty; see `birth.py` for what fills them."""
+    spec = unit_spec(choice, rows, mesh)
     flats = []
-    for flat_spec, named in zip(spec.flats, _shelves(choice).values(), strict=True):
+    for flat_spec, named in zip(spec.flats, _shelves(choice, rows).values(), strict=True):
         slots = pack((name, tuple(param.shape)) for name, param in named)
         flats.append(Flat(flat_spec, slots, [param for _, param in named], coordinate, meter))
     return Unit(spec, tuple(flats), list(choice.sites))
 
 
-def _shelves(choice: UnitChoice) -> dict[str, Sequence[Named]]:
-    """Parameters that can lie in one buffer: trainable ones, and frozen ones, which have no gradient."""
-    shelves: dict[str, list[Named]] = {"": [], "frozen": []}
+def _shelves(choice: UnitChoice, rows: Mapping[nn.Parameter, Row]) -> dict[Shelf, Sequence[Named]]:
+    """The plan's own table first, and under each table trainable parameters first."""
+    shelves: dict[Shelf, list[Named]] = {}
     for name, param in choice.params.items():
         if is_floating(param):
-            shelves["" if param.requires_grad else "frozen"].append((name, param))
-    return {label: named for label, named in shelves.items() if named}
+            shelves.setdefault(Shelf(rows[param], param.requires_grad), []).append((name, param))
+    order = sorted(shelves, key=lambda shelf: (shelf.row.label, not shelf.trainable))
+    return {shelf: shelves[shelf] for shelf in order}
 
 
 def is_floating(param: torch.Tensor) -> bool:

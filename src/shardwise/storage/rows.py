@@ -1,0 +1,72 @@
+"""Which parameter has which table: the plan's own, or that of the first rule that fits."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.config import Plan, Rule
+from shardwise.errors import ConfigError, nearest
+from shardwise.mesh import Mesh
+from shardwise.placement import Table, resident_table, ruled_tables, table_for
+
+SMALL = "small"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A table, and the label of the flat buffers under it; none for the plan's own."""
+
+    label: str
+    table: Table
+
+
+def rows_for(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, Row]:
+    """The row of every parameter. Raises `ConfigError` for a rule that fits none."""
+    owners = _owners(model)
+    common = Row("", table_for(plan, mesh))
+    small = Row(SMALL, resident_table(plan, mesh)) if plan.resident_below else common
+    ruled = {name: Row(name, table) for name, table in ruled_tables(plan, mesh).items()}
+    rows, used = {}, set()
+    for name, param in model.named_parameters():
+        fitting = next((rule for rule in plan.rules if _fits(plan.rules[rule], name, owners[param], param)), None)
+        if fitting is not None:
+            used.add(fitting)
+            rows[param] = ruled[fitting]
+        else:
+            rows[param] = small if param.numel() < plan.resident_below else common
+    for unused in set(ruled) - used:
+        raise _fits_nothing(unused, plan.rules[unused], model, owners)
+    return rows
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The class of the module that owns each parameter; the first one's, if several do."""
+    owners: dict[nn.Parameter, str] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                owners.setdefault(param, type(module).__name__)
+    return owners
+
+
+def _fits(rule: Rule, name: str, owner: str, param: nn.Parameter) -> bool:
+    return (
+        (rule.params is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.params))
+        and (rule.classes is None or owner in rule.classes)
+        and (rule.max_numel is None or param.numel() <= rule.max_numel)
+    )
+
+
+def _fits_nothing(name: str, rule: Rule, model: nn.Module, owners: Mapping[nn.Parameter, str]) -> ConfigError:
+    hint = "No rule before it may take all of its parameters."
+    for pattern in rule.params or ():
+        names = [known for known, _ in model.named_parameters()]
+        if not any(fnmatch.fnmatchcase(known, pattern) for known in names):
+            hint = f"No parameter is called {pattern!r}. {nearest(pattern, names)}"
+    for owner in set(rule.classes or ()) - set(owners.values()):
+        hint = f"No module of class {owner!r} has parameters. {nearest(owner, owners.values())}"
+    return ConfigError(f"The plan's rule {name!r} fits none of the model's parameters. {hint}")
