@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError, StateError
 from shardwise.mesh import Mesh
 from shardwise.optim import AdoptedOptimizer, vet
 from shardwise.placement import KINDS, Table, mesh_for, table_for
-from shardwise.precision import Verdict, cast_floating, clip
+from shardwise.precision import LossScaler, Verdict, cast_floating, clip, norm_of, scale_gradients
 from shardwise.program import Footprint, UnitSpec, plan_step, render, straight_trace
 from shardwise.runtime import BufferSync, Executor, Runner
 from shardwise.storage import (
@@ -111,7 +111,8 @@ class Engine:
         self.table: Table = table_for(plan, self.mesh)
         self.num_steps = 0
         self.gradient_norm: float | None = None
-        """The global 2-norm before clipping, of the last step."""
+        """The global 2-norm before clipping, of the last step; infinite where it overflowed and was not taken."""
+        self.scaler: LossScaler | None = LossScaler(plan.loss_scale) if plan.precision == "fp16" else None
         self._owns_world = owns_world
         self._is_open = True
         self._meter = ByteMeter()
@@ -146,7 +147,8 @@ class Engine:
         self._ledger = collectives.ledger
         self._cast_handle = model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
         self._num_micro_batches = 0
-        self._is_prepared = False
+        self._is_prepared = self._is_scaled = False
+        self._is_taken = True
 
     # -- training ---------------------------------------------------------------------------------------
 
@@ -157,15 +159,24 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`."""
-        self._require_open()
-        (loss / self.plan.accumulate).backward()  # type: ignore[no-untyped-call]  # torch's own
+        self.scale(loss / self.plan.accumulate).backward()  # type: ignore[no-untyped-call]  # torch's own
         self._num_micro_batches += 1
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the present loss scale: for a plain loop in fp16, `engine.scale(loss).backward()`.
+
+        In other precisions it is `loss` itself. The step takes the scale out of the gradients again.
+        """
+        self._require_open()
+        self._is_scaled = True
+        return loss if self.scaler is None else loss * self.scaler.scale
 
     def step(self) -> float | None:
         """Clip if the plan says so, update, and drop the gradients. All ranks call.
 
         Returns the global gradient norm before clipping; `None` where the plan accumulates and this was
-        not the last micro-batch, so that nothing was updated.
+        not the last micro-batch, so that nothing was updated. In fp16 it is infinite if a gradient
+        overflowed on some rank: no rank has updated anything then, and the loss scale may have been halved.
         """
         self._require_open()
         if self._num_micro_batches % self.plan.accumulate:
@@ -173,20 +184,22 @@ class Engine:
         self._require_optimizer().optimizer.step()
         return self.gradient_norm
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale gradients to a global 2-norm of at most `max_norm`; returns the norm before. All ranks call.
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale gradients to a global norm of at most `max_norm`; returns the norm before. All ranks call.
 
         For a plain loop, between `loss.backward()` and `optimizer.step()`. A plan with
-        `clip_grad_norm` does it by itself.
+        `clip_grad_norm` does it by itself, for the 2-norm. `norm_type` may be any positive number, or `inf`.
         """
         self._require_open()
         norm = self._prepare()
+        if norm_type != 2:
+            norm = norm_of(self._flats, norm_type, self.world.exchange)
         clip(self._flats, norm, max_norm)
         return norm
 
     def zero_grad(self) -> None:
         """Forget all gradients. A step forgets them too; this is for those that are not to be used."""
-        self._is_prepared = False
+        self._is_prepared = self._is_scaled = False
         self._num_micro_batches = 0
         for flat in self._flats:
             flat.drop_gradients()
@@ -227,7 +240,9 @@ class Engine:
         """
         self._require_open()
         number = self.num_steps if step is None else step
-        kept = {"num_steps": self.num_steps, "user": dict(state or {})}
+        kept: dict[str, Any] = {"num_steps": self.num_steps, "user": dict(state or {})}
+        if self.scaler is not None:
+            kept["loss_scale"] = self.scaler.state_dict()
         try:
             json.dumps(kept)
         except (TypeError, ValueError) as error:
@@ -254,6 +269,8 @@ class Engine:
         assert path is not None
         loaded = load(path, self._content(), self._optimizer, self.world)
         self.num_steps = int(loaded.state["num_steps"])
+        if self.scaler is not None and "loss_scale" in loaded.state:
+            self.scaler.load_state_dict(loaded.state["loss_scale"])
         self.zero_grad()
         self._runner.restore_params()
         return Loaded(loaded.path, loaded.step, loaded.state["user"])
@@ -396,6 +413,8 @@ class Engine:
 
     def _before_step(self) -> None:
         norm = self._prepare()
+        if not self._is_taken:
+            return  # without gradients an optimizer changes nothing
         if self.plan.clip_grad_norm is not None:
             clip(self._flats, norm, self.plan.clip_grad_norm)
         self._require_optimizer().offer_gradients()
@@ -409,22 +428,42 @@ class Engine:
                 self._runner.reduce_unforeseen()
                 self._runner.before_step()
                 self.gradient_norm = self._verdict.pronounce()
+            if self.scaler is not None:
+                self._unscale(self.scaler)
             self._is_prepared = True
         return self.gradient_norm
 
+    def _unscale(self, scaler: LossScaler) -> None:
+        """Take the loss scale out of the gradients, and learn whether the step may be taken."""
+        if not self._is_scaled:
+            raise StateError(
+                "precision fp16 needs a scaled loss, but the gradients are not. Call engine.backward(loss), or "
+                "engine.scale(loss).backward(), in the place of loss.backward()."
+            )
+        scale, norm = scaler.scale, self.gradient_norm
+        assert norm is not None
+        self._is_taken = scaler.judge(norm)
+        if self._is_taken:
+            scale_gradients(self._flats, 1 / scale)
+            self.gradient_norm = norm / scale
+
     def _after_step(self) -> None:
         self._require_optimizer().withdraw_gradients()
+        if not self._is_taken:
+            self._is_taken = True
+            self.zero_grad()
+            return
         if self.plan.sync_buffers and not self._buffers.is_learnt and self.world.size > 1:
             self._runner.foresee_buffers(self._buffers.learn())
         self._runner.after_step()
-        self._is_prepared = False
+        self._is_prepared = self._is_scaled = False
         self._num_micro_batches = 0
         self.num_steps += 1
 
     def _cast_inputs(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self.table.compute != "bf16":
+        if self.table.compute not in ("bf16", "fp16"):
             return None
         dtype = torch_dtype(self.table.compute)
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)

@@ -1,6 +1,8 @@
-"""Numbers: what forward is fed, and the norm and clipping of gradients over any placement."""
+"""Numbers: what forward is fed, the loss scale, and the norm and clipping of gradients over any placement."""
 
 from shardwise.precision.cast import cast_floating
-from shardwise.precision.verdict import Verdict, clip
+from shardwise.precision.norm import norm_of
+from shardwise.precision.scaling import LossScaler
+from shardwise.precision.verdict import Verdict, clip, scale_gradients
 
-__all__ = ["Verdict", "cast_floating", "clip"]
+__all__ = ["LossScaler", "Verdict", "cast_floating", "clip", "norm_of", "scale_gradients"]

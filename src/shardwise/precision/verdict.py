@@ -61,7 +61,7 @@ class Verdict:
         assert vector.numel() == verdict_numel(len(touched))
         for flat in self._flats:
             if flat.due is not None:
-                vector[0] += torch.linalg.vector_norm(flat.due, dtype=torch.float32) ** 2 / _copies(flat)
+                vector[0] += torch.linalg.vector_norm(flat.due, dtype=torch.float32) ** 2 / num_copies(flat)
         return vector
 
 
@@ -69,12 +69,17 @@ def clip(flats: Sequence[Flat], norm: float, max_norm: float) -> None:
     """Scale the gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
     factor = max_norm / (norm + 1e-6)
     if factor < 1 or math.isnan(factor):
-        for flat in flats:
-            if flat.due is not None:
-                flat.due.mul_(factor)
+        scale_gradients(flats, factor)
 
 
-def _copies(flat: Flat) -> int:
+def scale_gradients(flats: Sequence[Flat], factor: float) -> None:
+    """Multiply every gradient, once it is where the update needs it."""
+    for flat in flats:
+        if flat.due is not None:
+            flat.due.mul_(factor)
+
+
+def num_copies(flat: Flat) -> int:
     """On how many ranks each element of the gradient lies, once it is where the update needs it."""
     table = flat.spec.table
     return math.prod(flat.spec.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)

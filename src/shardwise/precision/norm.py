@@ -1,0 +1,36 @@
+"""Norms other than the 2-norm, which every step knows from its verdict: these cost a message of their own."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.precision.verdict import num_copies
+from shardwise.storage import Flat
+
+
+def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes], list[bytes]]) -> float:
+    """The global `norm_type`-norm of the gradients, once they are where the update needs them. All ranks call.
+
+    `inf` is the largest absolute value. What `torch.nn.utils.get_total_norm` computes for a plain model.
+    """
+    if not norm_type > 0:
+        raise ConfigError(f"A norm of type {norm_type} cannot be summed over ranks; give a positive one, or inf.")
+    dues = [(flat.due, num_copies(flat)) for flat in flats if flat.due is not None]
+    if math.isinf(norm_type):
+        mine = [float(torch.linalg.vector_norm(due, math.inf)) for due, _ in dues if due.numel()]
+        told = _told(max(mine, default=0.0), exchange)
+        return math.nan if any(map(math.isnan, told)) else max(told)
+    powers = [
+        float(torch.linalg.vector_norm(due, norm_type, dtype=torch.float64)) ** norm_type / copies
+        for due, copies in dues
+    ]
+    return float(sum(_told(sum(powers), exchange)) ** (1 / norm_type))
+
+
+def _told(value: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:
+    return [struct.unpack("<d", message)[0] for message in exchange(struct.pack("<d", value))]

@@ -1,0 +1,169 @@
+"""fp16 with a loss scale: near the plain model, one verdict on overflow for all ranks, and norms of any type."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import PRESETS_2X2, Batch, Transformer, adamw, assert_same, batches, full_params, plain_run, sharded_run
+
+import shardwise as sw
+from shardwise.errors import StateError
+from shardwise.testing import run_ranks
+
+MESH = {"node": 2, "local": 2}
+CASES: list[Any] = [("zero3", 2, None), ("zero2", 3, None), ("zero1", 2, None), ("ddp", 2, None), ("hsdp", 4, MESH)]
+
+
+@pytest.mark.parametrize(("preset", "num_ranks", "mesh"), CASES)
+def test_fp16_stays_near_the_plain_model(preset: str, num_ranks: int, mesh: Any) -> None:
+    """fp16 has 11 bits of mantissa: closer than bf16 by 8."""
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(12, rows=12)
+    run = sharded_run(model, data, preset, num_ranks, mesh, precision="fp16", clip_grad_norm=0.5)
+    assert_same(run, plain_run(model, data, clip=0.5), loss=2e-3, param=1e-2, norm=0.02)
+
+
+def test_the_scale_keeps_gradients_that_fp16_would_lose() -> None:
+    """With a loss so small that its gradients round to zero in fp16, the scaled run moves and the unscaled does not."""
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(3)
+
+    def step(engine: sw.Engine, _: Any, batch: Batch) -> torch.Tensor:
+        loss = engine(*batch)
+        engine.backward(loss * 1e-6)
+        engine.step()
+        return loss
+
+    settings = {"precision": "fp16", "wire": {"grad": "fp16"}}
+    scaled = sharded_run(model, data, "zero3", 2, None, step=step, loss_scale={"initial": 2.0**20}, **settings)
+    fixed = {"initial": 1.0, "dynamic": False}
+    unscaled = sharded_run(model, data, "zero3", 2, None, step=step, loss_scale=fixed, **settings)
+    twin = plain_run(model, data)
+    for norm, theirs in zip(scaled.norms[:1], twin.norms[:1], strict=True):
+        assert norm == pytest.approx(theirs * 1e-6, rel=0.02)
+    assert unscaled.norms[0] < 0.8 * scaled.norms[0]
+
+
+@pytest.mark.parametrize(("preset", "num_ranks", "mesh"), CASES)
+def test_an_overflow_on_one_rank_is_an_overflow_everywhere(preset: str, num_ranks: int, mesh: Any) -> None:
+    torch.manual_seed(0)
+    start = Transformer()
+    replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
+    scale = {"initial": 1024.0, "hysteresis": 2, "window": 3}
+    plan = {"preset": preset, "precision": "fp16", "loss_scale": scale, **({"mesh": mesh} if mesh else {})}
+
+    def rank(world: sw.World) -> list[tuple[float, bool, float, bool]]:
+        model = replicas[world.rank]
+        seen = []
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            for number, (x, y) in enumerate(batches(8, rows=2)):
+                loss = engine(x, y)
+                if number in (1, 2) and world.rank == num_ranks - 1:
+                    loss = loss * math.inf
+                before = full_params(engine)
+                engine.backward(loss)
+                norm = engine.step()
+                moved = any(not torch.equal(before[name], param) for name, param in full_params(engine).items())
+                assert norm is not None
+                assert engine.scaler is not None
+                seen.append((engine.scaler.scale, math.isfinite(norm), engine.num_steps, moved))
+        return seen
+
+    told = run_ranks(num_ranks, rank)
+    assert all(one == told[0] for one in told)
+    scales, finite, steps, moved = zip(*told[0], strict=True)
+    assert finite == moved == (True, False, False, True, True, True, True, True)
+    assert scales == (1024, 1024, 512, 512, 512, 1024, 1024, 1024)
+    assert steps == (1, 1, 1, 2, 3, 4, 5, 6)
+
+
+def test_a_plain_loop_scales_by_hand_and_is_told_if_it_forgets() -> None:
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(4)
+
+    def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+        loss = engine.module(*batch)
+        engine.scale(loss).backward()
+        engine.clip_grad_norm_(0.5)
+        optimizer.step()
+        return loss
+
+    def forgetful(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+        loss = engine.module(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    run = sharded_run(model, data, "zero3", 2, None, step=step, precision="fp16")
+    assert_same(run, plain_run(model, data, clip=0.5), loss=2e-3, param=1e-2, norm=0.02)
+    with pytest.raises(StateError, match="needs a scaled loss"):
+        sharded_run(model, data, "zero3", 2, None, step=forgetful, precision="fp16")
+
+
+def test_a_loss_that_never_fits_ends_with_a_sentence() -> None:
+    def rank(world: sw.World) -> None:
+        model = nn.Linear(4, 4)
+        plan = {"precision": "fp16", "loss_scale": {"initial": 2.0, "hysteresis": 1}}
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            for _ in range(3):
+                engine.backward(engine(torch.ones(2, 4)).sum() * math.inf)
+                engine.step()
+
+    with pytest.raises(StateError, match="even at the smallest loss scale"):
+        run_ranks(2, rank)
+
+
+def test_the_scale_comes_back_with_a_checkpoint(tmp_path: Path) -> None:
+    def rank(world: sw.World) -> tuple[dict[str, float], dict[str, float]]:
+        states = []
+        for number in range(2):
+            model = nn.Linear(4, 4)
+            plan = {"precision": "fp16", "loss_scale": {"window": 2}}
+            with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+                assert engine.scaler is not None
+                if number == 0:
+                    for _ in range(5):
+                        engine.backward(engine(torch.ones(2, 4)).float().square().mean())
+                        engine.step()
+                    engine.save(tmp_path)
+                else:
+                    engine.resume(tmp_path)
+                states.append(engine.scaler.state_dict())
+        return states[0], states[1]
+
+    for saved, resumed in run_ranks(2, rank):
+        assert saved == resumed
+        assert saved["scale"] == 65536 * 4
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf])
+@pytest.mark.parametrize(("preset", "num_ranks", "mesh"), [*CASES, *PRESETS_2X2])
+def test_clipping_by_any_norm_is_torchs(preset: str, num_ranks: int, mesh: Any, norm_type: float) -> None:
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(3, rows=12)
+    norms: list[float] = []
+    twin = copy.deepcopy(model)
+    optimizer = adamw(twin)
+    for x, y in data:
+        optimizer.zero_grad()
+        twin(x, y).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.3, norm_type).item())
+        optimizer.step()
+
+    def step(engine: sw.Engine, _: Any, batch: Batch) -> torch.Tensor:
+        loss = engine(*batch)
+        engine.backward(loss)
+        seen = engine.clip_grad_norm_(0.3, norm_type)
+        assert seen == pytest.approx(norms[engine.num_steps], rel=1e-4)
+        engine.step()
+        return loss
+
+    run = sharded_run(model, data, preset, num_ranks, mesh, step=step)
+    for name, param in twin.named_parameters():
+        assert torch.allclose(run.params[name], param, atol=1e-5), name
