@@ -28,18 +28,18 @@ def _names(value: object) -> object:
 
 
 def _one_rule(rule: dict[str, str | int]) -> dict[str, str | int]:
-    if len(rule) == 1 and isinstance(rule.get("class", ""), str):
-        num = rule.get("min_numel", 1)
-        if isinstance(num, int) and num >= 1:
-            return rule
-    raise ValueError("a rule is {class: name} or {min_numel: count}")
+    counts = [rule.get(key, 1) for key in ("min_numel", "together")]
+    is_either = ("class" in rule) != ("min_numel" in rule) and isinstance(rule.get("class", ""), str)
+    if is_either and all(isinstance(count, int) and count >= 1 for count in counts):
+        return rule
+    raise ValueError("a rule is {class: name} or {min_numel: count}, with {together: count} if several are one unit")
 
 
 # The inner descriptions are how an error and the schema's table say the type in words.
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0, description="bytes such as 64M or 4096")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Field(description="a list of names")]
 UnitRule = Annotated[
-    dict[Literal["class", "min_numel"], str | int],
+    dict[Literal["class", "min_numel", "together"], str | int],
     AfterValidator(_one_rule),
     Field(description="a rule such as {class: Block}"),
 ]
@@ -117,7 +117,7 @@ class Plan(Strict):
     units: Literal["auto"] | Names | UnitRule = Field(
         default="auto",
         description="what is gathered together: auto (the repeated block class), a list of module names "
-        "(h.*), {class: Block}, or {min_numel: 1000000}",
+        "(h.*; a+b is one unit of two), {class: Block}, {class: Block, together: 2}, or {min_numel: 1000000}",
     )
     prefetch_bytes: Literal["auto"] | Bytes = Field(
         default="auto", description="how far gathers may run ahead; auto: the largest unit; 0: not at all"

@@ -106,7 +106,7 @@ class Runner:
             self._evaluation.begin()
         if not self._watched[training]:
             self._watch()
-        elif self._watched[not training]:
+        else:
             self._stop_watching()
 
     def leave_root(self, *, raised: bool) -> None:

@@ -22,6 +22,8 @@ SMALL_NUMEL = 2**14
 """Elements. Modules outside blocks with fewer parameters share one unit, to save a message each."""
 
 Selection = dict[str, nn.Module]
+Groups = dict[str, tuple[str, ...]]
+"""Units by name, and the paths of the modules that each is made of."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +37,21 @@ class UnitChoice:
 
 def choose_units(model: nn.Module, plan: Plan) -> list[UnitChoice]:
     """All parameters of `model`, each in exactly one unit, in the order in which the model registers them."""
-    blocks = _blocks(model, plan)
-    homes = _homes(model, blocks)
-    groups: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
+    groups = _grouped(model, plan)
+    homes = _homes(model, groups)
+    owned: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
     for name, param in model.named_parameters():
-        groups.setdefault(homes[param], {})[name] = param
+        owned.setdefault(homes[param], {})[name] = param
     modules = dict(model.named_modules())
     choices, small = [], {}
-    for home, params in groups.items():
+    for home, params in owned.items():
         numel = sum(param.numel() for param in params.values())
-        if len(home) == 1 and home[0] not in blocks and numel < SMALL_NUMEL:
+        if len(home) == 1 and home[0] not in groups and numel < SMALL_NUMEL:
             small.update(dict.fromkeys(params, home[0]))
             continue
         name = home[0] or type(model).__name__
-        sites = tuple(site for path in home for site in _callable(modules[path]))
+        paths = [path for unit in home for path in groups.get(unit, (unit,))]
+        sites = tuple(site for path in paths for site in _callable(modules[path]))
         choices.append(UnitChoice(name if len(home) == 1 else f"{name}+", params, sites))
     if small:
         choices.append(_rest(model, modules, small))
@@ -84,11 +87,12 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _homes(model: nn.Module, blocks: Selection) -> dict[nn.Parameter, tuple[str, ...]]:
+def _homes(model: nn.Module, groups: Groups) -> dict[nn.Parameter, tuple[str, ...]]:
     """For each parameter the blocks that use it, or the owning module where that is in no block."""
+    units = {path: name for name, paths in groups.items() for path in paths}
     homes: dict[nn.Parameter, dict[str, None]] = {}
     for path, module in model.named_modules():
-        home = next((above for above in _upwards(path) if above in blocks), path)
+        home = next((units[above] for above in _upwards(path) if above in units), path)
         for param in module._parameters.values():
             if param is not None:
                 homes.setdefault(param, {})[home] = None
@@ -103,20 +107,31 @@ def _upwards(path: str) -> Iterator[str]:
     yield ""
 
 
-def _blocks(model: nn.Module, plan: Plan) -> Selection:
+def _grouped(model: nn.Module, plan: Plan) -> Groups:
+    """The blocks that the plan asks for, each a unit by itself or several together."""
     wanted = plan.units
     if wanted == "auto":
-        return dict(_repeated(model, ""))
+        return _alone(dict(_repeated(model, "")))
     if isinstance(wanted, tuple):
         return _by_name(model, wanted)
-    if not isinstance(wanted, dict) or len(wanted) != 1:
-        raise ConfigError(f"units is {wanted!r}; give exactly one of class and min_numel, a list of names, or auto.")
-    match next(iter(wanted.items())):
-        case "class", str() as name:
-            return _by_class(model, name)
-        case "min_numel", int() as numel:
-            return dict(_by_size(model, "", numel))
+    together = wanted.get("together", 1)
+    match wanted:
+        case {"class": str(name)}:
+            return _in_chunks(_by_class(model, name), int(together))
+        case {"min_numel": int(numel)}:
+            return _in_chunks(dict(_by_size(model, "", numel)), int(together))
     raise ConfigError(f"units is {wanted!r}; write {{class: Block}} or {{min_numel: 1000000}}.")
+
+
+def _alone(selection: Selection) -> Groups:
+    return {path: (path,) for path in selection}
+
+
+def _in_chunks(selection: Selection, num: int) -> Groups:
+    """`num` modules to a unit, in the order in which the model registers them."""
+    paths = list(selection)
+    chunks = [tuple(paths[start : start + num]) for start in range(0, len(paths), num)]
+    return {chunk[0] if len(chunk) == 1 else f"{chunk[0]}-{chunk[-1]}": chunk for chunk in chunks}
 
 
 def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -143,18 +158,29 @@ def _by_class(model: nn.Module, name: str) -> Selection:
     return found
 
 
-def _by_name(model: nn.Module, patterns: tuple[str, ...]) -> Selection:
+def _by_name(model: nn.Module, wanted: tuple[str, ...]) -> Groups:
+    """Each module that a pattern names is a unit; those of patterns with a `+` between them are one together."""
+    groups: Groups = {}
+    for patterns in wanted:
+        found = [path for pattern in patterns.split("+") for path in _named(model, pattern.strip())]
+        groups.update({patterns: tuple(dict.fromkeys(found))} if "+" in patterns else {path: (path,) for path in found})
+    paths = [path for found in groups.values() for path in found]
+    nested = [path for path in paths if any(above in paths for above in _upwards(path.rpartition(".")[0]))]
+    twice = [path for path in paths if paths.count(path) > 1]
+    if nested or twice:
+        odd = (nested or twice)[0]
+        what = "a module around it" if nested else "again in another unit"
+        raise ConfigError(f"units names {odd!r} and also {what}; a parameter has one unit.")
+    return groups
+
+
+def _named(model: nn.Module, pattern: str) -> list[str]:
+    """The modules with parameters that `pattern` names."""
     modules = dict(model.named_modules())
-    found: Selection = {}
-    for pattern in patterns:
-        matches = {path: module for path, module in modules.items() if path and _matches(path, pattern)}
-        if not matches:
-            raise ConfigError(f"units names {pattern!r}, but the model has no such module. {nearest(pattern, modules)}")
-        found.update({path: module for path, module in matches.items() if _numel(module)})
-    nested = [path for path in found if any(above in found for above in _upwards(path.rpartition(".")[0]))]
-    if nested:
-        raise ConfigError(f"units names {nested[0]!r} and also a module around it; a parameter has one unit.")
-    return found
+    matches = [path for path in modules if path and _matches(path, pattern)]
+    if not matches:
+        raise ConfigError(f"units names {pattern!r}, but the model has no such module. {nearest(pattern, modules)}")
+    return [path for path in matches if _numel(modules[path])]
 
 
 def _matches(path: str, pattern: str) -> bool:
