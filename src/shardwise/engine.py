@@ -142,7 +142,14 @@ class Engine:
                 after=self._after_step,
                 forget=self.zero_grad,
             )
-        self._runner = Runner(model, self._units, executor, self.world.exchange, prefetch_bytes=prefetch_bytes)
+        self._runner = Runner(
+            model,
+            self._units,
+            executor,
+            self.world.exchange,
+            prefetch_bytes=prefetch_bytes,
+            compile_backend=self.plan.compile,
+        )
         self._access = Access(model, self._runner, executor.movers, self._optimizer)
         self._ledger = collectives.ledger
         self._cast_handle = model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)

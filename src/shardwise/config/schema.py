@@ -122,6 +122,9 @@ class Plan(Strict):
     prefetch_bytes: Literal["auto"] | Bytes = Field(
         default="auto", description="how far gathers may run ahead; auto: the largest unit; 0: not at all"
     )
+    compile: str | None = Field(
+        default=None, description="backend of torch.compile for each unit, such as inductor; default: not compiled"
+    )
     accumulate: int = Field(default=1, ge=1, description="micro-batches per optimizer step")
     clip_grad_norm: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="largest global 2-norm of the gradient"

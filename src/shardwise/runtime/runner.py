@@ -35,6 +35,7 @@ from shardwise.program import (
     serial,
     straight_trace,
 )
+from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.reach import Callers, Reach
@@ -53,6 +54,7 @@ class Runner:
         exchange: Callable[[bytes], list[bytes]],
         *,
         prefetch_bytes: int | None,
+        compile_backend: str | None = None,
     ) -> None:
         self.units = list(units)
         self.num_recordings = 0
@@ -89,10 +91,13 @@ class Runner:
         self._owes_reductions = False
         self._watched = {True: False, False: False}
         self.hooks = Hooks(model, self.units, self)
+        self._compiled = CompiledUnits(model, units, compile_backend) if compile_backend else None
 
     def remove(self) -> None:
         self.hooks.remove()
         self._stop_watching()
+        if self._compiled is not None:
+            self._compiled.remove()
 
     # -- events: forward --------------------------------------------------------------------------------
 
@@ -108,6 +113,8 @@ class Runner:
             self._watch()
         else:
             self._stop_watching()
+            if self._compiled is not None:
+                self._compiled.install()
 
     def leave_root(self, *, raised: bool) -> None:
         if raised:
