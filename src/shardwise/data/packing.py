@@ -69,7 +69,8 @@ class PackedRows:
         self.num_tokens = int(self._ends[-1]) if len(self._ends) else 0
         if self.num_tokens < row_tokens:
             raise ConfigError(
-                f"{len(self._lengths)} documents of {self.num_tokens} tokens in all do not fill one row of {row_tokens}."
+                f"{len(self._lengths)} documents of {self.num_tokens} tokens in all do not fill one row of "
+                f"{row_tokens} tokens."
             )
 
     def __len__(self) -> int:

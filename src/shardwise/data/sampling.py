@@ -59,8 +59,7 @@ class Epochs:
         sample is used once per epoch and every batch is full. `tail="drop"`: what does not fill a batch at the
         end of an epoch is left out; if shuffled, other samples each time.
         """
-        if tail not in get_args(Tail):
-            raise ConfigError(f"tail={tail!r} is neither 'carry' nor 'drop'.")
+        check_tail(tail)
         if num_samples < 1:
             raise ConfigError(f"{name} has no samples.")
         rows = num_samples if tail == "carry" else num_samples // batch_rows * batch_rows
@@ -171,14 +170,23 @@ class Sampler:
         return self.order.draw(np.arange(first, first + num_rows, dtype=np.int64))
 
 
-def check_rows(batch_rows: int, size: int) -> None:
-    """Raise `ConfigError` unless `batch_rows` divide among `size` ranks."""
+def check_rows(batch_rows: int, size: int, accumulate: int = 1) -> None:
+    """Raise `ConfigError` unless `batch_rows` divide among `size` ranks with `accumulate` micro-batches each."""
     if batch_rows < 1:
         raise ConfigError(f"batch_rows={batch_rows} is not a number of rows; a batch has at least one.")
-    if batch_rows % size:
-        below, above = batch_rows // size * size, -(-batch_rows // size) * size
+    if accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate} is not a number of micro-batches; a step has at least one.")
+    shares = size * accumulate
+    if batch_rows % shares:
+        below, above = batch_rows // shares * shares, -(-batch_rows // shares) * shares
         cure = f"{below} or {above}" if below else f"{above}"
+        each = f" with {accumulate} micro-batches each" if accumulate > 1 else ""
         raise ConfigError(
-            f"A batch of {batch_rows} rows does not divide among {size} ranks. batch_rows counts the rows of all "
-            f"ranks together; give {cure}."
+            f"A batch of {batch_rows} rows does not divide among {size} ranks{each}. batch_rows counts the rows of a "
+            f"step over all ranks and micro-batches; give {cure}."
         )
+
+
+def check_tail(tail: str) -> None:
+    if tail not in get_args(Tail):
+        raise ConfigError(f"tail={tail!r} is neither 'carry' nor 'drop'.")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
+from torch.utils.data import IterableDataset
 
 from shardwise.data.sampling import Blend, Epochs, Order, Tail
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DataError
 
 UNNAMED = "source"
 
@@ -36,7 +37,7 @@ class Mixture:
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
         if not sources:
             raise ConfigError("A mixture of no sources has no samples.")
-        self.sources = {name: _map_style(source, name) for name, source in sources.items()}
+        self.sources = {name: _map_style(sources[name], name) for name in sorted(sources)}
         self.weights = {name: float(len(s)) for name, s in self.sources.items()} if weights is None else dict(weights)
         if self.weights.keys() != self.sources.keys():
             raise ConfigError(
@@ -44,27 +45,66 @@ class Mixture:
                 f"Every source needs one weight."
             )
 
-    def __len__(self) -> int:
-        return sum(len(source) for source in self.sources.values())
-
 
 @dataclass(frozen=True)
 class Stream:
-    """What can only be read from its beginning; see `from_iterable`."""
+    """What has a beginning and an order, but no index; see `from_iterable`."""
 
-    factory: Callable[[int], Iterable[Any]]
+    factory: Callable[..., Iterable[Any]]
     name: str
+    seekable: bool = False
+    skip: bool = False
+
+    def open(self, epoch: int, position: int) -> Iterable[Any]:
+        """The samples of `epoch`: those from `position` on if the factory can do that, else all."""
+        opened = self.factory(epoch, position) if self.seekable else self.factory(epoch)
+        if not hasattr(opened, "__iter__"):
+            raise DataError(
+                f"The factory of {self.name} gave a {type(opened).__name__}, which cannot be iterated over."
+            )
+        return opened
 
 
-def from_iterable(factory: Callable[[int], Iterable[Any]], *, name: str = "stream") -> Stream:
-    """A stream of samples: `factory(epoch)` begins it anew, and is the same every time it is called.
+def from_iterable(
+    factory: Callable[..., Iterable[Any]], *, name: str = "stream", seekable: bool = False, skip: bool = False
+) -> Stream:
+    """A stream of samples: `factory(epoch)` begins an epoch, and gives the same whenever it is called.
 
-    The position is a count, so the state is O(1), but **every rank reads the whole stream** and keeps its rows,
-    and **resuming reads and throws away** what was seen in the epoch. What `factory` returns may spare that: if
-    it has `state_dict()` and `load_state_dict(state)`, as `datasets.IterableDataset` and torchdata's loaders have,
-    its state is kept with ours, and is given back to it before the first sample is asked for.
+    **Every rank reads the whole stream** and prepares its own rows of it: so ranks need not talk, any number of
+    them sees the same batches, and reading costs as much as there are ranks. How a run goes on within an epoch:
+
+    - what `factory` returns has `state_dict()` and `load_state_dict(state)`, as `datasets.IterableDataset` and the
+      loaders of torchdata have: its state is kept with ours, and given back before the first sample is asked for;
+    - or `seekable=True`: `factory(epoch, position)` begins at sample `position`;
+    - or `skip=True`: what was seen is read again and thrown away;
+    - else going on within an epoch is refused by `StateError`.
     """
-    return Stream(factory, name)
+    return Stream(factory, name, seekable, skip)
+
+
+def as_stream(source: Any) -> Stream | None:
+    """`source` if it is a stream or can be made one; `None` if it has an index.
+
+    An iterable object, such as a `torch.utils.data.IterableDataset`, is begun anew by `iter()`, after `set_epoch` if
+    it has that. Each epoch is read from a shallow copy: a position that was loaded into it must not outlive the epoch.
+    """
+    if isinstance(source, Stream):
+        return source
+    if isinstance(source, Iterator):
+        raise ConfigError(
+            f"The source is a {type(source).__name__}, which can be read only once. "
+            f"Give shardwise.data.from_iterable(factory), so that every epoch can begin anew."
+        )
+    if not isinstance(source, IterableDataset) and (isinstance(source, MapStyle) or not hasattr(source, "__iter__")):
+        return None
+
+    def begin(epoch: int) -> Iterable[Any]:
+        opened: Iterable[Any] = copy.copy(source)
+        if hasattr(opened, "set_epoch"):
+            opened.set_epoch(epoch)
+        return opened
+
+    return Stream(begin, type(source).__name__)
 
 
 @dataclass(frozen=True)
@@ -78,6 +118,10 @@ class Catalogue:
     """`None` for a mixture: its sources end their epochs at different rows."""
     identity: dict[str, Any]
     """What must be the same for the batch of step N to be the same; JSON."""
+
+    def label(self, number: int) -> str:
+        """What a letter calls a source: its name and class."""
+        return f"{self.names[number]} (a {type(self.sources[number]).__name__})"
 
     @classmethod
     def of(cls, source: Any, batch_rows: int, seed: int, *, shuffle: bool, tail: Tail) -> Catalogue:
@@ -106,14 +150,14 @@ class Catalogue:
         return cls(tuple(lengths), tuple(mixture.sources.values()), blend, None, identity)
 
 
-def own(sample: Any) -> Any:
-    """A numpy sample that a transform may write to: not a window on the source, which may even be read-only."""
-    return np.array(sample) if isinstance(sample, np.ndarray) else sample
-
-
 def _map_style(source: Any, name: str) -> MapStyle:
-    if isinstance(source, Stream):
+    if isinstance(source, Stream | IterableDataset):
         raise ConfigError(f"{name} is a stream; a mixture has map-style sources only, with a length and an index.")
+    if isinstance(source, Mapping):
+        raise ConfigError(
+            f"{name} is a mapping with the keys {sorted(map(str, source))}. Give one of its values, or "
+            f"shardwise.data.Mixture(...) of several."
+        )
     if isinstance(source, MapStyle):
         return source
     raise ConfigError(

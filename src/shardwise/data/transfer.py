@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -25,13 +27,18 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def on_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tuples, lists and mappings around changed tensors; anything else stays as it is."""
+    """The same tuples, lists, dataclasses and mappings around changed tensors; anything else stays as it is."""
     if isinstance(batch, Tensor):
         return change(batch)
-    if isinstance(batch, Mapping):
-        return {key: on_tensors(value, change) for key, value in batch.items()}
+    if isinstance(batch, MutableMapping):
+        changed = copy.copy(batch)  # of its own class: a BatchEncoding of transformers stays one
+        changed.update({key: on_tensors(value, change) for key, value in batch.items()})
+        return changed
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(on_tensors(value, change) for value in batch))
-    if isinstance(batch, (tuple, list)):
+    if isinstance(batch, tuple | list):
         return type(batch)(on_tensors(value, change) for value in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = [field.name for field in dataclasses.fields(batch) if field.init]
+        return dataclasses.replace(batch, **{name: on_tensors(getattr(batch, name), change) for name in fields})
     return batch
