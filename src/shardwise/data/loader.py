@@ -228,8 +228,10 @@ class Loader:
                 self._ahead = self._start_reading()
             try:
                 self._held = next(self._ahead)
-            except BaseException:
-                self.close()  # the next iteration begins at this place with nothing left of the failure
+            except BaseException:  # the next iteration begins at this place with nothing left of the failure
+                self._stop_reading()
+                if self._crew is not None and not self._crew.is_whole:
+                    self.close()
                 raise
         return self._held
 

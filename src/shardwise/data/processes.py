@@ -1,28 +1,30 @@
 """Worker processes: for transforms that are slow in Python itself, of which only one runs at a time in threads.
 
 A process is spawned, never forked: a fork beside the threads of gloo, NCCL or CUDA may hang. It gets the source and
-the transform once, then numbers of steps, and gives back batches whose tensors lie in shared memory.
+the transform once, then numbers of steps, and gives back batches.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
 import signal
 import traceback
 from collections.abc import Iterable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from threading import Event
-from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
 
 from shardwise.data.indexed import IndexedFeed
 from shardwise.data.prefetch import Abandoned, Task
 from shardwise.data.recipe import Made, Place
+from shardwise.data.wire import packed, unpacked
 from shardwise.errors import ConfigError, DataError
 
 GLANCE_SECONDS = 0.1  # how long until somebody who waits for a batch sees that nobody wants it any more
+CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError, ValueError)  # what pickle raises, as it comes
 END_SECONDS = 5.0  # what a process gets to end by itself, its pipe being closed
 
 
@@ -31,9 +33,10 @@ class Crew:
 
     def __init__(self, feed: IndexedFeed, num_workers: int) -> None:
         self._workers: list[_Worker] = []
+        message = _packed_feed(feed)
         try:
             for number in range(num_workers):
-                self._workers.append(_Worker(feed, number))
+                self._workers.append(_Worker(message, number))
         except BaseException:
             self.close()
             raise
@@ -50,6 +53,11 @@ class Crew:
             worker.ask(step)
             yield partial(worker.answer, step)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all processes are alive."""
+        return all(worker.is_alive for worker in self._workers)
+
     def close(self) -> None:
         """End all processes. May be called twice."""
         for worker in self._workers:
@@ -61,24 +69,16 @@ class Crew:
 class _Worker:
     """One process, and the pipe to it. It answers in the order in which it was asked."""
 
-    def __init__(self, feed: IndexedFeed, number: int) -> None:
+    def __init__(self, feed: bytes, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._number = number
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, feed), name=f"shardwise-data-{number}", daemon=True
-        )
+        name = f"shardwise-data-{number}"
+        self._process = context.Process(target=_serve, args=(theirs, feed), name=name, daemon=True)
         self._num_stale = 0
         self._num_asked = 0
-        try:
-            self._process.start()
-        except (AttributeError, TypeError, ValueError, OSError) as error:  # what pickle raises, in all its versions
-            raise ConfigError(
-                f"The source, transform or collate function cannot be sent to a worker process: {error}. Define them "
-                f"at the top of a module, with state that can be pickled, or let threads do the work: processes=False."
-            ) from error
-        finally:
-            theirs.close()
+        self._process.start()
+        theirs.close()
 
     def ask(self, step: int) -> None:
         try:
@@ -94,18 +94,23 @@ class _Worker:
                 if stop.is_set():
                     raise Abandoned
             try:
-                batches, letter, trace = self._pipe.recv()
+                message = self._pipe.recv_bytes()
             except (EOFError, OSError) as error:
                 raise self._death(step) from error
             self._num_asked -= 1
             if self._num_stale == 0:
                 break
             self._num_stale -= 1
+        batches, letter, trace = unpacked(message)
         if letter is not None:
             failure = DataError(letter)
             failure.add_note(f"In worker process {self._number}:\n{trace}")
             raise failure
         return Made(batches, Place(step), Place(step + 1))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
 
     def forget(self) -> None:
         """Nobody will fetch what has been asked for so far."""
@@ -130,35 +135,38 @@ class _Worker:
         )
 
 
-def _serve(pipe: Connection, feed: IndexedFeed) -> None:
+def _packed_feed(feed: IndexedFeed) -> bytes:
+    try:
+        return packed(feed)
+    except CANNOT_PICKLE as error:
+        raise ConfigError(
+            f"The source, transform or collate function cannot be sent to a worker process: {error}. Define them "
+            f"at the top of a module, with state that can be pickled, or let threads do the work: processes=False."
+        ) from error
+
+
+def _serve(pipe: Connection, feed: bytes) -> None:
     """The life of a worker process; it ends when the other end of `pipe` is closed, or its owner is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the owner decides
     torch.set_num_threads(1)
+    maker = unpacked(feed)
     while True:
         try:
             step = pipe.recv()
-        except (EOFError, OSError):
-            return
-        answer = _made(feed, step)
-        try:
-            _send(pipe, answer)
-        except OSError:  # nobody is there any more
+            pipe.send_bytes(_answer(maker, step))
+        except (EOFError, OSError):  # nobody is there any more
             return
 
 
-def _made(feed: IndexedFeed, step: int) -> tuple[Any, str | None, str]:
+def _answer(feed: IndexedFeed, step: int) -> bytes:
+    """The batches of `step`, or a letter and a traceback."""
     try:
-        return feed.make(step, Event()).batches, None, ""
+        return packed((feed.make(step, Event()).batches, None, ""))
     except DataError as error:
-        return None, str(error), traceback.format_exc()
-
-
-def _send(pipe: Connection, answer: tuple[Any, str | None, str]) -> None:
-    try:
-        pipe.send(answer)
-    except (AttributeError, TypeError, ValueError) as error:
-        letter = f"A batch cannot be sent from a worker process: {error}. Collate to tensors, numbers and text."
-        pipe.send((None, letter, traceback.format_exc()))
+        return packed((None, str(error), traceback.format_exc()))
+    except CANNOT_PICKLE as error:
+        letter = f"The batch of step {step} cannot be sent from its worker process: {error}. Collate to tensors."
+        return packed((None, letter, traceback.format_exc()))
 
 
 def _how_it_ended(exit_code: int | None) -> str:
@@ -167,5 +175,4 @@ def _how_it_ended(exit_code: int | None) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = signal.Signals(-exit_code).name
-    hints = {"SIGKILL": " (often: out of memory)", "SIGBUS": " (often: /dev/shm is full)"}
-    return f"was killed by {name}{hints.get(name, '')}"
+    return f"was killed by {name}{' (often: out of memory)' if name == 'SIGKILL' else ''}"
