@@ -406,6 +406,13 @@ def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], letter: str) -
         make()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is one")
+def test_pinning_without_a_gpu_is_refused() -> None:
+    for options in ({"pin": True}, {"device": "cuda"}):
+        with pytest.raises(ConfigError, match="torch finds none"):
+            Loader(range(4), batch_rows=2, **options)  # type: ignore[arg-type]
+
+
 def test_a_mixture_has_no_length() -> None:
     with pytest.raises(TypeError, match="steps="):
         len(Loader(Mixture({"a": [1]}), batch_rows=1))

@@ -219,6 +219,9 @@ class Loader:
                 "index. What is slow in a stream can run in processes of its own, such as a DataLoader's."
             )
 
+        if self._pins and not torch.cuda.is_available():
+            raise ConfigError("Pinning is for a GPU, and torch finds none here. Leave out pin=, or give device='cpu'.")
+
     # -- reading ahead ----------------------------------------------------------------------------------
 
     def _next(self) -> Made:

@@ -4,8 +4,8 @@
 What feeds a large model is mostly reading: memory-mapped tokens, arrow tables, files; numpy, torch, arrow and
 the decoders of images let other threads run meanwhile. Threads need no pickling, no shared memory and no second
 copy of the source; an error keeps its traceback; and they may be started beside NCCL, gloo and CUDA, where a
-fork may hang. What they do not speed up is a transform that is slow in Python itself: do such work once,
-beforehand.
+fork may hang. What they do not speed up is a transform that is slow in Python itself: that is what
+`processes.py` is for.
 """
 
 from __future__ import annotations
