@@ -1,8 +1,4 @@
-"""The text: Python's own standard library, found on this machine. Nothing is downloaded.
-
-The batch of step N is a pure function of (seed, N). Every rank draws the whole batch's places and takes
-its own contiguous share of them, so one process and sixteen train on the same bytes in the same order.
-"""
+"""The text: Python's own standard library, found on this machine. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwise.data import PackedRows
 from shardwise.errors import ConfigError
 
 SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -45,27 +42,9 @@ class Corpus:
         return cls(torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(validation, dtype=torch.uint8))
 
 
-@dataclass(frozen=True)
-class Batches:
-    """`rows` pieces of `text`, each `context` bytes long, drawn anew for every step."""
-
-    text: Tensor
-    rows: int
-    context: int
-    seed: int
-
-    def batch(self, step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
-        """This rank's bytes and the bytes that follow them: int64 `[rows / world, context]` each."""
-        if self.rows % world:
-            raise ConfigError(f"{self.rows} rows do not divide among {world} ranks. Give a multiple: --batch.")
-        if len(self.text) <= self.context:
-            raise ConfigError(f"A text of {len(self.text)} bytes has no piece of {self.context} and one more.")
-        draw = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        starts = torch.randint(len(self.text) - self.context, (self.rows,), generator=draw)
-        share = self.rows // world
-        mine = starts[rank * share : (rank + 1) * share]
-        pieces = self.text[mine[:, None] + torch.arange(self.context + 1)].long()
-        return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+def pieces(text: Tensor, context: int) -> PackedRows:
+    """Of every place in `text` the `context` bytes there and the one that follows them: int64 `[context + 1]` each."""
+    return PackedRows([text.numpy()], row_tokens=context + 1, stride=1)
 
 
 def stdlib_folder() -> Path:

@@ -13,18 +13,22 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise as sw
-from corpus import Batches, Corpus, stdlib_folder
+from corpus import Corpus, pieces, stdlib_folder
 from model import ByteGPT, ModelSize, decay_groups, generate
 from report import Report
+from shardwise.data import Loader
 from shardwise.errors import ConfigError
 from shardwise.launch import StopRequest
 
@@ -46,8 +50,8 @@ class Run:
     model: ByteGPT
     engine: sw.Engine
     scheduler: LambdaLR
-    train: Batches
-    validation: Batches
+    train: Loader
+    validation: Loader
 
     @property
     def checkpoints(self) -> Path:
@@ -58,7 +62,7 @@ def main() -> int:
     args = parse_arguments()
     with StopRequest() as stop, sw.World.join() as world:
         run = build(args, world)
-        with closing(run.engine):
+        with closing(run.engine), run.train, run.validation:
             done = resume(run)
             with Report(Path(args.out), run.plan, world, total=args.steps, resumed_step=done) as report:
                 finished = train(run, done or 0, stop, report)
@@ -85,8 +89,17 @@ def build(args: argparse.Namespace, world: sw.World) -> Run:
         model=model,
         engine=engine,
         scheduler=LambdaLR(optimizer, lambda step: lr_share(step, args.steps)),
-        train=Batches(corpus.train, args.batch, args.context, args.seed),
-        validation=Batches(corpus.validation, args.batch, args.context, seed=0),
+        train=Loader(
+            pieces(corpus.train, args.context),
+            batch_rows=args.batch,
+            seed=args.seed,
+            world=world,
+            accumulate=plan.accumulate,
+            steps=args.steps,
+        ),
+        validation=Loader(
+            pieces(corpus.validation, args.context), batch_rows=args.batch, world=world, steps=VALIDATION_BATCHES
+        ),
     )
 
 
@@ -97,15 +110,16 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
         report.note(f"All {steps} steps are done. For more give a larger --steps; to start over, --fresh.")
     elif done:
         report.note(f"Going on after step {done} of {steps}, from {run.checkpoints}.")
+    batches = iter(run.train)
     for step in range(done + 1, steps + 1):
         started = time.perf_counter()
         lr = run.scheduler.get_last_lr()[0]
-        loss, norm = train_step(run, step)
+        loss, norm = train_step(run, batches)
         seconds = time.perf_counter() - started
         report.step(
             step,
             loss=loss,
-            batch_tokens=run.train.rows * run.train.context,
+            batch_tokens=run.args.batch * run.args.context,
             lr=lr,
             norm=norm,
             seconds=seconds,
@@ -121,12 +135,11 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
     return True
 
 
-def train_step(run: Run, step: int) -> tuple[float, float | None]:
+def train_step(run: Run, batches: Iterator[Tensor]) -> tuple[float, float | None]:
     """One optimizer step; the mean loss over all ranks, and the norm of the gradient if it is clipped."""
-    x, y = run.train.batch(step, run.world.rank, run.world.size)
     losses = []
-    for micro_x, micro_y in zip(x.chunk(run.plan.accumulate), y.chunk(run.plan.accumulate), strict=True):
-        loss = run.engine(micro_x, micro_y)
+    for rows in islice(batches, run.plan.accumulate):
+        loss = run.engine(rows[:, :-1], rows[:, 1:])
         run.engine.backward(loss)
         losses.append(loss.item())
     norm = run.engine.step()
@@ -136,11 +149,9 @@ def train_step(run: Run, step: int) -> tuple[float, float | None]:
 
 def validate(run: Run) -> float:
     """The mean loss over the same few batches of held-out files, every time."""
-    losses = []
+    run.validation.seek(0)
     with torch.no_grad():
-        for step in range(VALIDATION_BATCHES):
-            x, y = run.validation.batch(step, run.world.rank, run.world.size)
-            losses.append(run.model(x, y).item())
+        losses = [run.model(rows[:, :-1], rows[:, 1:]).item() for rows in run.validation]
     return run.engine.mean(sum(losses) / len(losses))
 
 
@@ -158,7 +169,7 @@ def finish(run: Run, stop: StopRequest, report: Report) -> int:
 
 
 def save(run: Run, step: int) -> None:
-    state = {"job": identity(run), "scheduler": run.scheduler.state_dict()}
+    state = {"job": identity(run), "scheduler": run.scheduler.state_dict(), "data": run.train.state_dict()}
     run.engine.save(run.checkpoints, step=step, state=state)
 
 
@@ -178,6 +189,7 @@ def resume(run: Run) -> int | None:
                 f"Give what it was, another --out, or --fresh to start over."
             )
     run.scheduler.load_state_dict(resumed.state["scheduler"])
+    run.train.load_state_dict(resumed.state["data"])
     return int(resumed.step)
 
 

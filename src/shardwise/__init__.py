@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from shardwise.version import __version__
 
 if TYPE_CHECKING:
+    from shardwise import data
     from shardwise.comm import World
     from shardwise.config import Plan, load_plan
     from shardwise.engine import Engine, shard
     from shardwise.errors import ShardwiseError
     from shardwise.mesh import Mesh
 
-__all__ = ["Engine", "Mesh", "Plan", "ShardwiseError", "World", "__version__", "load_plan", "shard"]
+__all__ = ["Engine", "Mesh", "Plan", "ShardwiseError", "World", "__version__", "data", "load_plan", "shard"]
 
 _HOMES = {
     "Engine": "shardwise.engine",
@@ -35,6 +36,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "data":
+        return importlib.import_module("shardwise.data")
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -38,6 +38,10 @@ class StateError(ShardwiseError, RuntimeError):
     """A call at a moment when it makes no sense, such as a step on a closed engine."""
 
 
+class DataError(ShardwiseError, RuntimeError):
+    """A source that could not give a sample, or samples that do not make a batch."""
+
+
 class CheckpointError(ShardwiseError):
     """A checkpoint that is missing, incomplete, damaged, or of another model."""
 

@@ -1,4 +1,4 @@
-"""The main job's text and batches: the same on every machine with this Python, at any world size."""
+"""The main job's text: the same on every machine with this Python."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,38 +73,15 @@ def test_a_folder_without_source_is_refused(corpus: ModuleType, tmp_path: Path) 
         corpus.Corpus.of_folder(tmp_path, 2**20)
 
 
-@pytest.fixture
-def batches(corpus: ModuleType) -> object:
+def test_pieces_are_every_place_and_the_byte_that_follows(corpus: ModuleType) -> None:
     text = torch.arange(5000).remainder(251).to(torch.uint8)
-    return corpus.Batches(text, rows=12, context=16, seed=3)
+    pieces = corpus.pieces(text, context=16)
+    assert len(pieces) == 5000 - 16
+    for place in (0, 1, 4983):
+        assert pieces[place].tolist() == text[place : place + 17].tolist()
+    assert pieces[0].dtype == np.int64
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 6, 12])
-def test_ranks_share_the_batch_that_one_process_has(batches, world: int) -> None:  # type: ignore[no-untyped-def]
-    x, y = batches.batch(7, 0, 1)
-    shares = [batches.batch(7, rank, world) for rank in range(world)]
-    assert torch.equal(torch.cat([share[0] for share in shares]), x)
-    assert torch.equal(torch.cat([share[1] for share in shares]), y)
-
-
-def test_targets_are_the_bytes_that_follow(batches) -> None:  # type: ignore[no-untyped-def]
-    x, y = batches.batch(0, 0, 1)
-    assert x.shape == y.shape == (12, 16)
-    assert x.dtype == y.dtype == torch.int64
-    assert torch.equal((x + 1) % 251, y)
-
-
-def test_a_batch_depends_on_seed_and_step_alone(corpus: ModuleType, batches) -> None:  # type: ignore[no-untyped-def]
-    state = torch.get_rng_state()
-    first = batches.batch(5, 0, 1)[0]
-    torch.manual_seed(99)
-    assert torch.equal(batches.batch(5, 0, 1)[0], first)
-    assert not torch.equal(batches.batch(6, 0, 1)[0], first)
-    other = corpus.Batches(batches.text, rows=12, context=16, seed=4)
-    assert not torch.equal(other.batch(5, 0, 1)[0], first)
-    torch.set_rng_state(state)
-
-
-def test_rows_that_do_not_divide_are_refused(batches) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ShardwiseError, match="12 rows do not divide among 5 ranks"):
-        batches.batch(0, 0, 5)
+def test_a_text_without_a_piece_is_refused(corpus: ModuleType) -> None:
+    with pytest.raises(ShardwiseError, match="16 tokens in all do not fill one row of 17"):
+        corpus.pieces(torch.zeros(16, dtype=torch.uint8), context=16)

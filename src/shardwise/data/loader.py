@@ -1,0 +1,309 @@
+"""The batches of a run, from wherever it is."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import asdict, fields, replace
+from functools import partial
+from itertools import count, islice
+from threading import Event
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import default_collate
+
+from shardwise.data.indexed import IndexedFeed
+from shardwise.data.prefetch import Task, run_ahead
+from shardwise.data.processes import Crew
+from shardwise.data.recipe import Collate, Made, Place, Recipe, Transform
+from shardwise.data.sampling import Draw, Tail
+from shardwise.data.sources import Catalogue, as_stream
+from shardwise.data.streaming import StreamFeed
+from shardwise.data.transfer import moved, pinned
+from shardwise.errors import ConfigError, StateError
+
+
+class Ranks(Protocol):
+    """Which rank of how many: a `shardwise.World`, or anything like it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class Loader:
+    """This rank's share of every batch of `batch_rows` rows, from the current step on.
+
+    The batch of step N is a function of `seed` and N; ranks that are given other numbers of peers get other parts
+    of the same batches. No rank talks to another.
+
+    `source`       map-style (a length and an index), a `Mixture` of such, an iterable, or `from_iterable(...)`.
+    `batch_rows`   rows of a step over all ranks and micro-batches; a multiple of the product of their numbers.
+    `world`        a `World`, or `(rank, size)`: ranks that shall see the same rows give the same. Default: `RANK`
+                   and `WORLD_SIZE` as a launcher sets them, else one rank.
+    `accumulate`   micro-batches that a step is handed out in, one after the other, as the plan's `accumulate`.
+    `shuffle`      another order in every epoch. A stream keeps its own.
+    `tail`         the end of an epoch: `"carry"` begins the next epoch in the same batch, no sample is left
+                   out or used twice; `"drop"` leaves out what does not fill a batch.
+    `steps`        where iteration ends. Default: the end of the current epoch, which the next iteration goes on
+                   from; a mixture has no such end and goes on forever.
+    `transform`    `transform(sample, generator)`; the `numpy.random.Generator` is seeded by seed, epoch and index.
+    `collate`      a list of samples to a batch. Default: torch's `default_collate`.
+    `workers`      threads that read ahead; 0 reads when asked. With more than one, `source` is read from several
+                   threads at once. A stream is read by one. With `processes` they are processes, each with its
+                   own copy of `source`.
+    `prefetch`     steps that are ready or being made, at most. Default: one more than there are workers.
+    `device`       where batches are to be. For a GPU they are pinned by the workers and copied without waiting,
+                   unless `pin=False`.
+
+    All iterations share one position. Raises `ConfigError` for what cannot be meant; iteration raises `DataError` if
+    the source, the transform or the collation fails, naming source and index, or if a worker process dies, and the
+    same step comes again in the next iteration. `close()`, or `with`, ends threads and processes.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        batch_rows: int,
+        seed: int = 0,
+        world: Ranks | tuple[int, int] | None = None,
+        accumulate: int = 1,
+        shuffle: bool = True,
+        tail: Tail = "carry",
+        steps: int | None = None,
+        transform: Transform | None = None,
+        collate: Collate = default_collate,
+        workers: int = 1,
+        processes: bool = False,
+        prefetch: int | None = None,
+        device: torch.device | str | None = None,
+        pin: bool | None = None,
+    ) -> None:
+        self.rank, self.size = _ranks(world)
+        self.batch_rows, self.accumulate, self.steps = batch_rows, accumulate, steps
+        self.device = torch.device(device) if device is not None else None
+        self._pins = (self.device is not None and self.device.type == "cuda") if pin is None else pin
+        self._workers, self._has_processes = workers, processes
+        self._prefetch = workers + 1 if prefetch is None else prefetch
+        recipe = Recipe(self.rank, self.size, batch_rows, accumulate, seed, transform, collate)
+        self._feed, self._rows_per_epoch, identity = _feed(source, recipe, shuffle=shuffle, tail=tail)
+        self._identity: dict[str, Any] = {"seed": seed, "batch_rows": batch_rows, "tail": tail, **identity}
+        self._check_workers()
+        self._place = Place()
+        self._ahead: Generator[Made, None, None] | None = None
+        self._held: Made | None = None
+        """Made, but not wholly handed out."""
+        self._crew: Crew | None = None
+
+    # -- where the run is -------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Steps whose batches were wholly handed out since the beginning of the run; the next is the one to come."""
+        return self._place.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the first row of the next batch; of a stream, the epoch it was last read in."""
+        if self._rows_per_epoch is not None:
+            return self.step * self.batch_rows // self._rows_per_epoch
+        return self._place.epoch
+
+    def seek(self, step: int) -> None:
+        """Go on with the batch of `step`. Costs nothing. A stream can only go back to step 0."""
+        if step < 0:
+            raise ConfigError(f"Steps count from 0; there is no step {step}.")
+        if step and isinstance(self._feed, StreamFeed):
+            raise StateError("A stream can only go where it has been before: load_state_dict(state) instead of seek.")
+        self._stop_reading()
+        self._place = Place(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is, for `engine.save(state=...)`: a few numbers, JSON, the same on every rank.
+
+        Batches read ahead but not handed out count as not read, and so does a step of which micro-batches are
+        still to come.
+        """
+        return {**asdict(self._place), "identity": dict(self._identity)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, on any number of ranks, with any `accumulate` and workers.
+
+        Raises `ConfigError` if the batches would be others than those of the run that saved the state, and
+        `StateError` for a stream that cannot go there; nothing has been changed then.
+        """
+        place = self._place_of(state)
+        if isinstance(self._feed, StreamFeed):
+            self._feed.check_reachable(place)
+        self._stop_reading()
+        self._place = place
+
+    def draw(self, step: int) -> Draw:
+        """Which samples are in the whole batch of `step`, on all ranks: to find what was in a bad one."""
+        if isinstance(self._feed, StreamFeed):
+            raise StateError("Which samples of a stream are in a batch is known only when it is read.")
+        return self._feed.sampler.batch(step)
+
+    def _place_of(self, state: Mapping[str, Any]) -> Place:
+        known = {field.name for field in fields(Place)}
+        if state.keys() != {*known, "identity"}:
+            raise ConfigError(
+                f"This is not the state of a data loader: it has the keys {sorted(map(str, state))}. "
+                f"Give what state_dict() returned."
+            )
+        theirs = state["identity"]
+        for name in sorted({*theirs, *self._identity}):
+            was, now = theirs.get(name), self._identity.get(name)
+            if was != now:
+                raise ConfigError(
+                    f"The state is of a loader with {name}={was!r}, this one has {now!r}, so the batches to come "
+                    f"would not be those of that run. Give what it was, or begin without the state."
+                )
+        return Place(**{name: state[name] for name in known})
+
+    # -- batches ----------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Batches of an iteration from step 0 to `steps`, or over the current epoch; micro-batches count."""
+        if self.steps is not None:
+            return self.steps * self.accumulate
+        if self._rows_per_epoch is None:
+            raise TypeError("A mixture or a stream has no length; give the loader steps=.")
+        return (self._first_step(self.epoch + 1) - self._first_step(self.epoch)) * self.accumulate
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches from the current step on; the micro-batches of a step one by one."""
+        end = self._end()
+        epoch: int | None = None
+        while end is None or self.step < end:
+            made = self._next()
+            epoch = made.before.epoch if epoch is None else epoch
+            if self.steps is None and made.before.epoch != epoch:
+                self._place = made.before  # a stream tells only now that its epoch has ended
+                return
+            for batch in made.batches[:-1]:
+                yield self._moved(batch)
+                if self._held is not made:
+                    break  # somebody went elsewhere meanwhile
+            else:
+                self._place, self._held = made.after, None
+                yield self._moved(made.batches[-1])
+
+    def close(self) -> None:
+        """End what reads ahead. May be called twice; iterating again is fine."""
+        self._stop_reading()
+        if self._crew is not None:
+            self._end_crew()
+            self._crew = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_workers(self) -> None:
+        if self._workers < 0 or self._prefetch < 1:
+            numbers = f"workers={self._workers} and prefetch={self._prefetch}"
+            raise ConfigError(f"{numbers}: give 0 or more workers, and a prefetch of 1 or more.")
+        if self._has_processes and self._workers < 1:
+            raise ConfigError("processes=True with workers=0: give the number of processes by workers=.")
+        if self._has_processes and isinstance(self._feed, StreamFeed):
+            raise ConfigError(
+                "A stream is read in order, by one reader, which is a thread: processes=True is for sources with an "
+                "index. What is slow in a stream can run in processes of its own, such as a DataLoader's."
+            )
+
+        if self._pins and not torch.cuda.is_available():
+            raise ConfigError("Pinning is for a GPU, and torch finds none here. Leave out pin=, or give device='cpu'.")
+
+    # -- reading ahead ----------------------------------------------------------------------------------
+
+    def _next(self) -> Made:
+        """The step at the current place, which stays the next one until it is wholly handed out."""
+        if self._held is None:
+            if self._ahead is None:
+                self._ahead = self._start_reading()
+            try:
+                self._held = next(self._ahead)
+            except BaseException:  # the next iteration begins at this place with nothing left of the failure
+                self._stop_reading()
+                if self._crew is not None and not self._crew.is_whole:
+                    self.close()
+                raise
+        return self._held
+
+    def _start_reading(self) -> Generator[Made, None, None]:
+        if isinstance(self._feed, StreamFeed):
+            self._feed.check_reachable(self._place)
+        num_threads, tasks = self._workers, self._feed.tasks(self._place)
+        if self._has_processes:
+            num_threads, tasks = 1, self._manned().tasks(count(self.step))
+        elif isinstance(self._feed, StreamFeed):
+            num_threads = min(1, self._workers)
+        if self.steps is not None:
+            tasks = islice(tasks, self.steps - self.step)
+        if self._pins:
+            device = self.device if self.device is not None else torch.device("cuda")
+            tasks = (partial(_made_and_pinned, task, device) for task in tasks)
+        return run_ahead(tasks, num_threads, self._prefetch)
+
+    def _manned(self) -> Crew:
+        """The worker processes, started when first needed."""
+        if self._crew is None:
+            assert isinstance(self._feed, IndexedFeed)
+            self._crew = Crew(self._feed, self._workers)
+            self._end_crew = weakref.finalize(self, self._crew.close)
+        return self._crew
+
+    def _stop_reading(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = self._held = None
+
+    def _moved(self, batch: Any) -> Any:
+        return moved(batch, self.device) if self.device is not None else batch
+
+    def _end(self) -> int | None:
+        """The step to stop before, if it is known: `steps`, or the first one of the next epoch."""
+        if self.steps is not None or self._rows_per_epoch is None:
+            return self.steps
+        return self._first_step(self.epoch + 1)
+
+    def _first_step(self, epoch: int) -> int:
+        """The first step whose first row is in `epoch` or later."""
+        assert self._rows_per_epoch is not None
+        return -(-epoch * self._rows_per_epoch // self.batch_rows)
+
+
+def _feed(
+    source: Any, recipe: Recipe, *, shuffle: bool, tail: Tail
+) -> tuple[IndexedFeed | StreamFeed, int | None, dict[str, Any]]:
+    """What makes the batches, the rows of an epoch if they are known, and what tells this run from others."""
+    stream = as_stream(source)
+    if stream is not None:
+        return StreamFeed(stream, tail, recipe), None, {"stream": stream.name}
+    catalogue = Catalogue.of(source, recipe.batch_rows, recipe.seed, shuffle=shuffle, tail=tail)
+    return IndexedFeed(catalogue, recipe), catalogue.rows_per_epoch, {"shuffle": shuffle, **catalogue.identity}
+
+
+def _ranks(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
+    if world is None:
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    elif isinstance(world, tuple):
+        rank, size = world
+    else:
+        rank, size = world.rank, world.size
+    if not 0 <= rank < size:
+        raise ConfigError(f"Rank {rank} is not within {size} ranks; ranks count from 0.")
+    return rank, size
+
+
+def _made_and_pinned(task: Task[Made], device: torch.device, stop: Event) -> Made:
+    made = task(stop)
+    return replace(made, batches=tuple(pinned(batch, device) for batch in made.batches))

@@ -1,0 +1,105 @@
+"""What becomes of samples on one rank, and where a run is in its data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from shardwise.data.randomness import sample_generator
+from shardwise.data.sampling import check_rows
+from shardwise.errors import ConfigError, DataError
+
+Transform = Callable[[Any, np.random.Generator], Any]
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is in its data: steps done, and for a stream also samples read. JSON by `asdict`."""
+
+    step: int = 0
+    epoch: int = 0
+    """Of a stream: how often it was begun anew."""
+    position: int = 0
+    """Of a stream: samples read in this epoch."""
+    source_state: Any = None
+    """Of a stream that has a `state_dict`: what it said at this position."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a rank gets of one step, one batch for each micro-batch, and where the run is before and after it."""
+
+    batches: tuple[Any, ...]
+    before: Place
+    after: Place
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A rank's share of a batch is its rows `first` up to `last`, in `accumulate` micro-batches one after the other."""
+
+    rank: int
+    size: int
+    batch_rows: int
+    accumulate: int
+    seed: int
+    transform: Transform | None
+    collate: Collate
+
+    def __post_init__(self) -> None:
+        check_rows(self.batch_rows, self.size, self.accumulate)
+        if self.transform is not None and not _takes_two(self.transform):
+            raise ConfigError(
+                f"transform={self.transform!r} cannot be called with two arguments. It is called as "
+                f"transform(sample, generator); for one that draws nothing: transform=lambda sample, _: f(sample)."
+            )
+
+    @property
+    def first(self) -> int:
+        return self.batch_rows // self.size * self.rank
+
+    @property
+    def last(self) -> int:
+        return self.first + self.batch_rows // self.size
+
+    def prepare(self, sample: Any, source: str, epoch: int, index: int) -> Any:
+        """`sample` as the transform leaves it, which draws from a generator of this very sample."""
+        if self.transform is None:
+            return own(sample)
+        return self.transform(own(sample), sample_generator(self.seed, source, epoch, index))
+
+    def collated(self, samples: list[Any], step: int) -> tuple[Any, ...]:
+        """The rank's samples of `step` as its micro-batches."""
+        rows = len(samples) // self.accumulate
+        try:
+            return tuple(self.collate(samples[start : start + rows]) for start in range(0, len(samples), rows))
+        except Exception as error:
+            raise DataError(
+                f"The {len(samples)} samples of step {step} do not make a batch: {type(error).__name__}: {error}. "
+                f"Give them one shape by transform=, or put them together by collate=."
+            ) from error
+
+
+def own(sample: Any) -> Any:
+    """A sample that a transform may write to: no window on the source, which may even be read-only."""
+    if isinstance(sample, np.ndarray):
+        return np.array(sample)
+    if isinstance(sample, Tensor):
+        return sample.clone()
+    return sample
+
+
+def _takes_two(transform: Transform) -> bool:
+    try:
+        inspect.signature(transform).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins do not tell
+        return True
+    return True

@@ -1,0 +1,192 @@
+"""Which samples are in the batch of step N: a function of (seed, N), whatever the mesh.
+
+[Note: rows and steps]
+All batches of a run in a row are one endless stream of *rows*. Step N is rows `N * batch_rows` up to
+`(N + 1) * batch_rows`, and a rank's share of a step is contiguous in it. An *order* says which sample a row is,
+without knowing the rows before it. So the only state is the number of the step: a run resumes anywhere at no
+cost, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+
+from shardwise.data.permutation import Permutation, Rows
+from shardwise.errors import ConfigError
+
+Tail = Literal["carry", "drop"]
+
+BLOCK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Samples, int64 `[num_rows]` each: number of the source, how often it was gone through before, index in it."""
+
+    source: Rows
+    epoch: Rows
+    index: Rows
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+class Order(Protocol):
+    """Which sample is in which row of the stream."""
+
+    def draw(self, rows: Rows) -> Draw: ...
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """One source over and over, shuffled anew each time; `rows_per_epoch` of its samples are used each time."""
+
+    num_samples: int
+    rows_per_epoch: int
+    seed: int
+    shuffle: bool = True
+    name: str = ""
+
+    @classmethod
+    def of(cls, num_samples: int, batch_rows: int, seed: int, *, shuffle: bool, tail: Tail, name: str) -> Epochs:
+        """`tail="carry"`: an epoch ends in the middle of a batch and the next one begins there, so that every
+        sample is used once per epoch and every batch is full. `tail="drop"`: what does not fill a batch at the
+        end of an epoch is left out; if shuffled, other samples each time.
+        """
+        check_tail(tail)
+        if num_samples < 1:
+            raise ConfigError(f"{name} has no samples.")
+        rows = num_samples if tail == "carry" else num_samples // batch_rows * batch_rows
+        if rows == 0:
+            raise ConfigError(
+                f"{name} has {num_samples} samples, too few for one batch of {batch_rows} rows, and tail='drop' "
+                f"leaves out what does not fill a batch. Use tail='carry' or smaller batches."
+            )
+        return cls(num_samples, rows, seed, shuffle, name)
+
+    def draw(self, rows: Rows) -> Draw:
+        epochs, places = np.divmod(rows, self.rows_per_epoch)
+        return Draw(np.zeros_like(rows), epochs, self._shuffled(epochs, places) if self.shuffle else places)
+
+    def _shuffled(self, epochs: Rows, places: Rows) -> Rows:
+        index = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            index[here] = Permutation(self.num_samples, self.seed, int(epoch), self.name)(places[here])
+        return index
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Several sources in fixed shares, each over and over at its own pace.
+
+    [Note: shares without counting]
+    Where in its source a row reads depends on how many rows before it came from that source. If sources were
+    drawn by lot, that count would cost a pass over all rows before. Here it is a formula: of the first `i` rows
+    the first source has `floor(i * share)`, of what remains the second has the same of its part, and so on. So
+    a source is never further from its share than the number of sources. Which rows they are is shuffled
+    within blocks of 256, so that no rank and no batch sees a fixed pattern.
+    """
+
+    parts: tuple[Epochs, ...]
+    shares: tuple[Fraction, ...]
+    """Of each part; their sum is 1."""
+    seed: int
+
+    @classmethod
+    def of(cls, parts: Sequence[Epochs], weights: Sequence[float], seed: int) -> Blend:
+        for part, weight in zip(parts, weights, strict=True):
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigError(f"The weight of {part.name} is {weight}; weights are positive numbers.")
+        exact = [Fraction(weight) for weight in weights]
+        return cls(tuple(parts), tuple(weight / sum(exact) for weight in exact), seed)
+
+    def draw(self, rows: Rows) -> Draw:
+        source, places = self._assign(rows)
+        epoch, index = np.empty_like(rows), np.empty_like(rows)
+        for number, part in enumerate(self.parts):
+            here = source == number
+            drawn = part.draw(places[here])
+            epoch[here], index[here] = drawn.epoch, drawn.index
+        return Draw(source, epoch, index)
+
+    def counts(self, num_rows: int) -> list[int]:
+        """How many of the first `num_rows` rows each source has; exact at multiples of 256."""
+        counts, rows, share = [], num_rows, Fraction(1)
+        for mine in self.shares:
+            part = mine / share
+            count = rows * part.numerator // part.denominator
+            counts.append(count)
+            rows, share = rows - count, share - mine
+        return counts
+
+    def _assign(self, rows: Rows) -> tuple[Rows, Rows]:
+        """For each row its source, and how many rows of that source came before."""
+        source, places = np.empty_like(rows), np.empty_like(rows)
+        blocks = rows // BLOCK_ROWS
+        for block in np.unique(blocks):
+            here = blocks == block
+            sources_of_block, places_of_block = self._block(int(block))
+            within = rows[here] % BLOCK_ROWS
+            source[here], places[here] = sources_of_block[within], places_of_block[within]
+        return source, places
+
+    def _block(self, block: int) -> tuple[Rows, Rows]:
+        before = self.counts(block * BLOCK_ROWS)
+        after = self.counts((block + 1) * BLOCK_ROWS)
+        num_each = np.subtract(after, before)
+        in_turn = np.repeat(np.arange(len(self.parts)), num_each)
+        source = in_turn[Permutation(BLOCK_ROWS, self.seed, block, "blend")(np.arange(BLOCK_ROWS))]
+        places = np.empty_like(source)
+        for number, start in enumerate(before):
+            places[source == number] = start + np.arange(num_each[number])
+        return source, places
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The samples of step N, for all ranks and for one."""
+
+    order: Order
+    batch_rows: int
+
+    def batch(self, step: int) -> Draw:
+        """The whole batch of `step`."""
+        return self.share(step, 0, 1)
+
+    def share(self, step: int, rank: int, size: int) -> Draw:
+        """What `rank` of `size` reads of it: a contiguous part; all parts in the order of ranks are the batch."""
+        check_rows(self.batch_rows, size)
+        if step < 0:
+            raise ConfigError(f"Steps count from 0; there is no step {step}.")
+        num_rows = self.batch_rows // size
+        first = step * self.batch_rows + rank * num_rows
+        return self.order.draw(np.arange(first, first + num_rows, dtype=np.int64))
+
+
+def check_rows(batch_rows: int, size: int, accumulate: int = 1) -> None:
+    """Raise `ConfigError` unless `batch_rows` divide among `size` ranks with `accumulate` micro-batches each."""
+    if batch_rows < 1:
+        raise ConfigError(f"batch_rows={batch_rows} is not a number of rows; a batch has at least one.")
+    if accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate} is not a number of micro-batches; a step has at least one.")
+    shares = size * accumulate
+    if batch_rows % shares:
+        below, above = batch_rows // shares * shares, -(-batch_rows // shares) * shares
+        cure = f"{below} or {above}" if below else f"{above}"
+        each = f" with {accumulate} micro-batches each" if accumulate > 1 else ""
+        raise ConfigError(
+            f"A batch of {batch_rows} rows does not divide among {size} ranks{each}. batch_rows counts the rows of a "
+            f"step over all ranks and micro-batches; give {cure}."
+        )
+
+
+def check_tail(tail: str) -> None:
+    if tail not in get_args(Tail):
+        raise ConfigError(f"tail={tail!r} is neither 'carry' nor 'drop'.")

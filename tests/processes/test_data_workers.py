@@ -1,0 +1,137 @@
+"""Worker processes of the loader: the same batches as from threads, and what happens if one dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launched import launch
+from torch.utils.data import Dataset
+
+from shardwise.data import Loader
+from shardwise.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.slow
+
+
+class Rows(Dataset[tuple[int, int]]):
+    """Index and process of each sample. Index 7 raises; index 11 kills its process once, and leaves `mark`."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if index == 7:
+            raise OSError("disk is gone")
+        if index == 11 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index, os.getpid()
+
+
+def noisy(sample: tuple[int, int], generator: np.random.Generator) -> tuple[int, int, float]:
+    return *sample, float(generator.random())
+
+
+def workers_alive() -> list[str]:
+    return [child.name for child in multiprocessing.active_children() if child.name.startswith("shardwise-data")]
+
+
+def test_processes_make_the_same_batches_and_their_failures_are_named(tmp_path: Path) -> None:
+    """One test, because starting a process costs seconds."""
+    mark = tmp_path / "killed"
+    options = {"batch_rows": 4, "shuffle": False, "transform": noisy, "steps": 4}
+    with Loader(Rows(mark), workers=0, **options) as plain:  # type: ignore[arg-type]
+        index, _, noise = next(iter(plain))
+    with Loader(Rows(mark), workers=2, processes=True, **options) as loader:  # type: ignore[arg-type]
+        iterator = iter(loader)
+        first = next(iterator)
+        assert first[0].tolist() == index.tolist()
+        assert first[2].tolist() == noise.tolist()
+        assert os.getpid() not in first[1].tolist()
+        with pytest.raises(
+            DataError, match=r"failed at index 7, in epoch 0, row 3 of the batch of step 1: OSError"
+        ) as failure:
+            next(iterator)
+        assert "in __getitem__" in failure.value.__notes__[0], "the worker's own traceback"
+
+        assert len(workers_alive()) == 2 or mark.exists()
+
+        loader.close()
+        mark.unlink(missing_ok=True)
+        loader.seek(2)
+        with pytest.raises(DataError, match=r"Worker process 0 .* was killed by SIGKILL .* the batch of step 2"):
+            next(iter(loader))
+        assert not workers_alive()
+        again = next(iter(loader))
+        assert again[0].tolist() == [8, 9, 10, 11]
+        assert len(workers_alive()) == 2
+
+        loader.seek(0)
+        assert next(iter(loader))[0].tolist() == [0, 1, 2, 3], "what was asked for before is thrown away"
+    assert not workers_alive()
+
+
+def test_what_cannot_be_pickled_is_refused() -> None:
+    with (
+        Loader(range(8), batch_rows=4, transform=lambda x, _: x, processes=True) as loader,
+        pytest.raises(ConfigError, match=r"cannot be sent to a worker process.*processes=False"),
+    ):
+        next(iter(loader))
+
+
+SCRIPT = """
+import os, signal, sys
+import torch
+import shardwise as sw
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return torch.tensor([index, os.getpid()])
+
+def main():
+    with sw.World.join() as world, sw.data.Loader(Rows(), batch_rows=8, world=world, processes=True) as loader:
+        batch = next(iter(loader))
+        assert set(batch[:, 1].tolist()) != {os.getpid()}
+        mine = loader.draw(0).index[world.rank * 4 : world.rank * 4 + 4]
+        print("rows", world.rank, batch[:, 0].tolist() == mine.tolist())
+        if "die" in sys.argv:
+            print("worker", batch[0, 1].item())
+            world.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_ranks_of_a_launched_job_have_workers_that_do_not_outlive_them(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    done = launch(script, 2, "die")
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "rows 0 True" in done.stdout
+    assert "rows 1 True" in done.stdout
+    workers = [int(line.split()[-1]) for line in done.stdout.splitlines() if " worker " in f" {line} "]
+    assert len(workers) == 2, done.stdout
+    deadline = time.monotonic() + 10
+    while any(_is_running(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_is_running(worker) for worker in workers)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

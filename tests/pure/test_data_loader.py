@@ -1,0 +1,425 @@
+"""Map-style sources through the loader: batches, resuming, reading ahead, augmenting, and what goes wrong."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from shardwise.data import Loader, Mixture
+from shardwise.data.prefetch import THREAD_NAME
+from shardwise.data.transfer import on_tensors
+from shardwise.errors import ConfigError, DataError
+
+
+def take(loader: Loader, num: int) -> list[Any]:
+    iterator = iter(loader)
+    return [next(iterator).tolist() for _ in range(num)]
+
+
+def flat(parts: Sequence[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(parts))
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD_NAME)]
+
+
+# -- batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_and_micro_batches_are_parts_of_one_batch(workers: int, accumulate: int) -> None:
+    whole = take(Loader(range(50), batch_rows=12, world=(0, 1), steps=9), 9)
+    for size in (1, 2, 3, 6):
+        shares = []
+        for rank in range(size):
+            with Loader(
+                range(50), batch_rows=12, world=(rank, size), accumulate=accumulate, workers=workers, steps=9
+            ) as loader:
+                parts = [batch.tolist() for batch in loader]
+            assert len(parts) == len(loader) == 9 * accumulate
+            shares.append([flat(parts[n : n + accumulate]) for n in range(0, len(parts), accumulate)])
+        assert [flat(parts) for parts in zip(*shares, strict=True)] == whole
+
+
+def test_torch_datasets_tensors_arrays_and_subsets_are_sources() -> None:
+    values = torch.arange(20.0)
+    for source in (values, values.numpy(), values.tolist(), Subset(values, range(20))):  # type: ignore[arg-type]
+        with Loader(source, batch_rows=20) as loader:
+            (batch,) = loader
+        assert sorted(batch.tolist()) == values.tolist()
+    with Loader(TensorDataset(values, values * 2), batch_rows=5) as loader:
+        for x, y in loader:
+            assert torch.equal(x * 2, y)
+
+
+def test_an_iteration_ends_with_the_epoch_and_the_next_goes_on() -> None:
+    with Loader(range(10), batch_rows=4) as loader:
+        first, second = ([batch.tolist() for batch in loader] for _ in range(2))
+        assert (len(first), len(second)) == (3, 2)  # the third batch begins in the first epoch
+        assert loader.epoch == 2
+    rows = flat(first + second)
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10))
+
+
+def test_a_source_with_getitems_is_asked_once_for_a_batch() -> None:
+    asked = []
+
+    class Together(list[int]):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            asked.append(indices)
+            return [self[index] for index in indices]
+
+    with Loader(Together(range(8)), batch_rows=4, shuffle=False, steps=2) as loader:
+        assert [batch.tolist() for batch in loader] == asked == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_mixture_gives_named_sources_in_their_shares() -> None:
+    sources = {"text": torch.zeros(1000), "code": torch.ones(10)}
+    with Loader(Mixture(sources, {"text": 3, "code": 1}), batch_rows=64, steps=40) as loader:
+        rows = torch.cat(list(loader))
+        assert rows.mean().item() == 0.25
+        draw = loader.draw(39)
+    assert draw.epoch[draw.source == 0].min() > 50  # sources are numbered by name: code is 0
+    with Loader(Mixture(dict(reversed(sources.items())), {"text": 3, "code": 1}), batch_rows=64, steps=40) as loader:
+        assert torch.equal(torch.cat(list(loader)), rows), "the order in which sources are named makes no difference"
+
+
+# -- resuming -----------------------------------------------------------------------------------------------
+
+
+@given(
+    size_before=st.sampled_from([1, 2, 3, 4]),
+    size_after=st.sampled_from([1, 2, 3, 4]),
+    stop=st.integers(0, 12),
+    tail=st.sampled_from(["carry", "drop"]),
+)
+def test_a_state_goes_on_at_any_world_size(size_before: int, size_after: int, stop: int, tail: Any) -> None:
+    options: dict[str, Any] = {"batch_rows": 12, "seed": 4, "tail": tail, "steps": 13, "workers": 0}
+    whole = take(Loader(range(31), **options, world=(0, 1)), 13)
+    before = Loader(range(31), **options, world=(size_before - 1, size_before))
+    take(before, stop)
+    state = json.loads(json.dumps(before.state_dict()))
+    shares = []
+    for rank in range(size_after):
+        after = Loader(range(31), **options, world=(rank, size_after))
+        after.load_state_dict(state)
+        assert after.step == stop
+        shares.append([batch.tolist() for batch in after])
+    assert [flat(parts) for parts in zip(*shares, strict=True)] == whole[stop:]
+
+
+def test_resuming_reads_nothing_old_and_the_state_stays_small() -> None:
+    read: list[int] = []
+
+    class Watched(Dataset[int]):
+        def __len__(self) -> int:
+            return 10**12
+
+        def __getitem__(self, index: int) -> int:
+            read.append(index)
+            return index
+
+    with Loader(Watched(), batch_rows=4, workers=0) as loader:
+        state = loader.state_dict() | {"step": 10**10}
+        started = time.perf_counter()
+        loader.load_state_dict(state)
+        batch = next(iter(loader)).tolist()
+        assert time.perf_counter() - started < 1
+        assert read == batch == loader.draw(10**10).index.tolist()
+        assert len(json.dumps(loader.state_dict())) < 300
+
+
+def test_batches_read_ahead_count_as_not_read() -> None:
+    with Loader(range(100), batch_rows=5, workers=2, prefetch=6) as loader:
+        first = take(loader, 3)
+        assert loader.state_dict()["step"] == 3
+        again = take(loader, 2)
+        loader.seek(0)
+        assert take(loader, 5) == first + again
+
+
+def test_a_step_handed_out_in_part_comes_again_as_a_whole() -> None:
+    with Loader(range(100), batch_rows=6, accumulate=3, steps=4) as loader:
+        parts = [batch.tolist() for batch in loader]
+        loader.seek(0)
+        take(loader, 4)
+        assert loader.step == 1
+        assert [batch.tolist() for batch in loader] == parts[3:]
+
+
+def test_a_seek_within_a_step_is_heeded() -> None:
+    with Loader(range(100), batch_rows=6, accumulate=2, steps=4) as loader:
+        parts = [batch.tolist() for batch in loader]
+        loader.seek(0)
+        iterator = iter(loader)
+        next(iterator)
+        loader.seek(3)
+        assert [batch.tolist() for batch in iterator] == parts[6:]
+
+
+@pytest.mark.parametrize(
+    ("change", "letter"),
+    [
+        ({"seed": 1}, "seed=0, this one has 1"),
+        ({"batch_rows": 6}, "batch_rows=3"),
+        ({"shuffle": False}, "shuffle=True"),
+        ({"tail": "drop"}, "tail='carry'"),
+        ({"source": range(11)}, "samples="),
+    ],
+)
+def test_a_state_of_other_batches_is_refused(change: dict[str, Any], letter: str) -> None:
+    options: dict[str, Any] = {"source": range(10), "batch_rows": 3}
+    state = Loader(**options).state_dict()
+    other = Loader(**{**options, **change})
+    with pytest.raises(ConfigError, match=letter):
+        other.load_state_dict(state)
+    assert other.step == 0
+
+
+def test_something_else_than_a_state_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not the state of a data loader.*'epoch_nr'"):
+        Loader(range(4), batch_rows=2).load_state_dict({"epoch_nr": 1})
+
+
+# -- augmenting ---------------------------------------------------------------------------------------------
+
+
+def noisy(sample: int, generator: np.random.Generator) -> tuple[int, float]:
+    return sample, float(generator.random())
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_alone() -> None:
+    def drawn(**options: Any) -> dict[tuple[int, int], float]:
+        with Loader(range(12), transform=noisy, steps=24 // options["batch_rows"], **options) as loader:
+            rows = [row for index, noise in loader for row in zip(index.tolist(), noise.tolist(), strict=True)]
+        first, second = rows[:12], rows[12:]
+        return {(epoch, index): noise for epoch, part in enumerate((first, second)) for index, noise in part}
+
+    one = drawn(batch_rows=4, workers=0)
+    assert len(set(one.values())) == 24, "another draw for every sample and epoch"
+    assert drawn(batch_rows=6, workers=3) == one
+    assert drawn(batch_rows=12, shuffle=False) == one
+    assert not set(drawn(batch_rows=4, seed=1).values()) & set(one.values())
+
+
+def test_a_transform_may_write_to_its_sample(tmp_path: Any) -> None:
+    kept = np.zeros((6, 2))
+    np.save(tmp_path / "kept.npy", kept)
+    shown = np.load(tmp_path / "kept.npy", mmap_mode="r")
+
+    def add(sample: Any, _: np.random.Generator) -> Any:
+        sample += 1
+        return sample
+
+    for source in (kept, shown, torch.zeros(6, 2)):
+        with Loader(source, batch_rows=6, transform=add) as loader:
+            assert all(batch.sum() == 12 for batch in loader)
+        assert source.sum() == 0
+
+
+def test_a_transform_of_one_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"transform\(sample, generator\)"):
+        Loader(range(4), batch_rows=2, transform=lambda sample: sample)  # type: ignore[misc, arg-type]
+
+
+# -- reading ahead ------------------------------------------------------------------------------------------
+
+
+def test_samples_are_read_before_they_are_asked_for_but_not_too_far() -> None:
+    read: list[int] = []
+
+    class Slow(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            read.append(index)
+            return index
+
+    with Loader(Slow(range(100)), batch_rows=1, shuffle=False, workers=2, prefetch=4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        deadline = time.monotonic() + 5
+        while len(read) < 5 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert sorted(read) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("leave", ["close", "forget", "fail"])
+def test_no_thread_outlives_its_loader(leave: str) -> None:
+    before = len(reading_threads())
+    loader = Loader(range(100), batch_rows=1, workers=2, transform=noisy)
+    next(iter(loader))
+    assert len(reading_threads()) == before + 2
+    if leave == "close":
+        loader.close()
+    elif leave == "fail":
+        with pytest.raises(ZeroDivisionError):
+            _fail_while_iterating(loader)
+    del loader
+    gc.collect()
+    assert len(reading_threads()) == before
+
+
+def _fail_while_iterating(loader: Loader) -> None:
+    for _ in loader:
+        raise ZeroDivisionError
+
+
+# -- batches of any structure -------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Tensor
+    name: str
+
+
+class Named(dict[str, Tensor]):
+    pass
+
+
+def test_tensors_move_and_everything_around_them_stays() -> None:
+    one, seen = torch.ones(2), []
+
+    def double(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor * 2
+
+    batch = {
+        "pair": Pair(one, [one]),
+        "record": Record(one, "n"),
+        "named": Named(a=one),
+        "text": "t",
+        "plain": (one, 1),
+    }
+    moved = on_tensors(batch, double)
+    assert len(seen) == 5
+    assert moved["pair"].x.sum() == moved["record"].x.sum() == moved["named"]["a"].sum() == 4
+    assert [type(moved[name]) for name in batch] == [Pair, Record, Named, str, tuple]
+    assert batch["named"]["a"].sum() == 2  # type: ignore[index]
+
+
+def test_batches_come_on_the_device_that_was_asked_for() -> None:
+    with Loader(torch.ones(4), batch_rows=2, device="meta") as loader:
+        assert [batch.device.type for batch in loader] == ["meta", "meta"]
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------------
+
+
+class Broken(Dataset[int]):
+    """Fails at index 7 until it is mended."""
+
+    def __init__(self) -> None:
+        self.is_mended = False
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7 and not self.is_mended:
+            raise OSError("disk is gone")
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failing_sample_is_named_and_its_step_comes_again(workers: int) -> None:
+    source = Broken()
+    with Loader(source, batch_rows=4, world=(1, 2), shuffle=False, workers=workers) as loader:
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [2, 3]
+        with pytest.raises(
+            DataError, match=r"source \(a Broken\) failed at index 7, in epoch 0, row 3 of the batch of step 1: OSError"
+        ) as failure:
+            next(iterator)
+        assert isinstance(failure.value.__cause__, OSError)
+        source.is_mended = True
+        assert next(iter(loader)).tolist() == [6, 7]
+
+
+def test_a_source_that_has_become_shorter_is_an_error_with_the_index() -> None:
+    source = list(range(8))
+    with Loader(source, batch_rows=8, shuffle=False) as loader:
+        source.pop()
+        with pytest.raises(DataError, match=r"failed at index 7.*IndexError"):
+            next(iter(loader))
+
+
+def test_samples_that_make_no_batch_are_an_error() -> None:
+    with (
+        Loader([torch.ones(1), torch.ones(2)], batch_rows=2) as loader,
+        pytest.raises(DataError, match=r"2 samples of step 0 do not make a batch.*collate="),
+    ):
+        next(iter(loader))
+
+
+def test_a_source_that_gives_too_few_at_once_is_an_error() -> None:
+    class Short(list[int]):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return indices[1:]
+
+    with Loader(Short(range(4)), batch_rows=4) as loader, pytest.raises(DataError, match=r"asked for 4 .* gave 3"):
+        next(iter(loader))
+
+
+REFUSED: list[tuple[str, Callable[[], Any], str]] = [
+    ("empty", lambda: Loader([], batch_rows=2), "no samples"),
+    ("dict", lambda: Loader({"train": [1]}, batch_rows=1), r"keys \['train'\].*Mixture"),
+    ("number", lambda: Loader(5, batch_rows=1), "class int"),
+    ("rows", lambda: Loader(range(9), batch_rows=4, world=(0, 3)), "4 rows does not divide among 3 ranks"),
+    ("micro", lambda: Loader(range(9), batch_rows=4, accumulate=3), "3 micro-batches each.*give 3 or 6"),
+    ("accumulate", lambda: Loader(range(9), batch_rows=4, accumulate=0), "accumulate=0"),
+    ("rank", lambda: Loader(range(9), batch_rows=4, world=(2, 2)), "Rank 2 is not within 2 ranks"),
+    ("workers", lambda: Loader(range(9), batch_rows=4, workers=-1), "workers=-1"),
+    ("prefetch", lambda: Loader(range(9), batch_rows=4, prefetch=0), "prefetch=0"),
+    ("processes", lambda: Loader(range(9), batch_rows=4, workers=0, processes=True), "number of processes"),
+    ("mixture of none", lambda: Mixture({}), "no sources"),
+    ("names", lambda: Mixture({"a": [1]}, {"b": 1.0}), r"sources \['a'\] but weights for \['b'\]"),
+    ("tail", lambda: Loader(Mixture({"a": [1]}), batch_rows=1, tail="drop"), "mixture cannot have tail='drop'"),
+    ("seek", lambda: Loader(range(9), batch_rows=1).seek(-1), "no step -1"),
+]
+
+
+@pytest.mark.parametrize(("make", "letter"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], letter: str) -> None:
+    with pytest.raises(ConfigError, match=letter):
+        make()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is one")
+def test_pinning_without_a_gpu_is_refused() -> None:
+    for options in ({"pin": True}, {"device": "cuda"}):
+        with pytest.raises(ConfigError, match="torch finds none"):
+            Loader(range(4), batch_rows=2, **options)  # type: ignore[arg-type]
+
+
+def test_a_mixture_has_no_length() -> None:
+    with pytest.raises(TypeError, match="steps="):
+        len(Loader(Mixture({"a": [1]}), batch_rows=1))
+
+
+def test_ranks_come_from_the_launcher_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    loader = Loader(range(8), batch_rows=4)
+    assert (loader.rank, loader.size) == (2, 4)
