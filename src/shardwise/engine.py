@@ -33,7 +33,7 @@ from shardwise.storage import (
     settle,
     torch_dtype,
 )
-from shardwise.telemetry import ByteMeter
+from shardwise.telemetry import ByteMeter, write_trace
 from shardwise.units import format_bytes, format_count
 
 PlanLike = Plan | str | Path | Mapping[str, Any]
@@ -152,6 +152,7 @@ class Engine:
         )
         self._access = Access(model, self._runner, executor.movers, self._optimizer)
         self._ledger = collectives.ledger
+        self._timeline = executor.timeline
         self._cast_handle = model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
         self._num_micro_batches = 0
         self._is_prepared = self._is_scaled = False
@@ -360,6 +361,23 @@ class Engine:
             "optim": meter.now["optim"] + states,
             "working": max(0, meter.peak_total - resting - meter.peak["grad"]),
         }
+
+    @contextmanager
+    def timeline(self, path: str | Path) -> Iterator[None]:
+        """Write what every rank does inside, unit by unit and action by action, to `path`. All ranks call.
+
+        A Chrome trace, for ui.perfetto.dev. Times are the host's: for kernels of a GPU run `torch.profiler` beside
+        it, to which the actions are known by the same names.
+        """
+        self._require_open()
+        self._timeline.start()
+        try:
+            yield
+        finally:
+            events = self._timeline.stop()
+        told = self.world.exchange(json.dumps(events).encode())
+        if self.world.rank == 0:
+            write_trace(Path(path), [json.loads(message) for message in told])
 
     def program(self) -> str:
         """The program of one step as text: as foreseen before the first step, as recorded after it."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import torch
+
 from shardwise.comm import Collectives, Group
 from shardwise.errors import CommError, ProgramError
 from shardwise.program import ALL_FLATS, Action, Block, Moment, Program
 from shardwise.runtime.mover import Mover
 from shardwise.storage import Flat
+from shardwise.telemetry import ON_THE_WAY, Timeline
 
 Call = Callable[[], None]
 
@@ -17,9 +20,10 @@ Call = Callable[[], None]
 class BoundBlock:
     """A moment, and the calls that are due at it."""
 
-    def __init__(self, block: Block, calls: Sequence[Call]) -> None:
+    def __init__(self, block: Block, calls: Sequence[Call], timeline: Timeline) -> None:
         self.moment = block.moment
         self._steps = tuple(zip(block.actions, calls, strict=True))
+        self._timeline = timeline
 
     def run(self, *, frees: bool = True) -> None:
         """Make the calls in order. A failure to communicate names the moment and the action.
@@ -30,15 +34,29 @@ class BoundBlock:
             if not frees and action.verb == "free":
                 continue
             try:
-                call()
+                if self._timeline.is_on:
+                    self._timed(action, call)
+                else:
+                    call()
             except CommError as error:
                 raise CommError(f"{self.moment}: '{action}' failed. {error}") from error
+
+    def _timed(self, action: Action, call: Call) -> None:
+        """Make the call as a span of the host, known to the profiler of torch too; follow what it sends on its way."""
+        travelling = f"{action.flat} {'grad' if action.subject == 'grad' else 'param'}"
+        if action.communicates and action.stream != "compute":
+            self._timeline.begin(ON_THE_WAY, travelling, action=str(action))
+        with self._timeline.span(str(action), moment=str(self.moment)), torch.profiler.record_function(str(action)):
+            call()
+        if action.verb == "wait":
+            self._timeline.end(ON_THE_WAY, travelling)
 
 
 class Executor:
     """Turns actions into calls on the flat buffers of one rank."""
 
     def __init__(self, flats: Sequence[Flat], collectives: Collectives, groups: Mapping[str, Group]) -> None:
+        self.timeline = Timeline()
         self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}
         self._common: dict[str, Callable[[Action], None]] = {}
 
@@ -64,7 +82,7 @@ class Executor:
             self._call(action, in_step=in_step, is_last=self._is_last(block, index, last_wait))
             for index, action in enumerate(block.actions)
         ]
-        return BoundBlock(block, calls)
+        return BoundBlock(block, calls, self.timeline)
 
     def _is_last(self, block: Block, index: int, last_wait: Mapping[str, int]) -> bool:
         """Whether the wait at `index` ends its reduction: no further step of it starts in this block."""

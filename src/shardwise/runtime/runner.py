@@ -41,6 +41,7 @@ from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.reach import Callers, Reach
 from shardwise.runtime.script import LONGEST_TRACE, Script
 from shardwise.storage import Flat, FullState, Unit
+from shardwise.telemetry import UNITS
 
 
 class Runner:
@@ -60,6 +61,7 @@ class Runner:
         self.num_recordings = 0
         self._by_name = {unit.name: unit for unit in units}
         self._executor = executor
+        self._timeline = executor.timeline
         self._exchange = exchange
         self._prefetch_bytes = prefetch_bytes
         self.specs: tuple[UnitSpec, ...] = tuple(unit.spec for unit in units)
@@ -132,8 +134,10 @@ class Runner:
         block = self._script().take(moment)
         self._run(block, moment, unit, training=training)
         self._make_sure(unit)
+        self._timeline.begin(UNITS, f"forward {unit.name}")
 
     def after_forward(self, unit: Unit, *, opaque: bool) -> None:
+        self._timeline.end(UNITS, f"forward {unit.name}")
         if opaque:  # no output could be watched, so its backward cannot be foreseen: it stays whole
             self._kept.add(unit.name)
         moment = Moment("after", "forward", unit.name)
@@ -154,9 +158,11 @@ class Runner:
         moment = Moment("before", "backward", unit.name)
         self._run(self._arrive_at(moment), moment, unit)
         self._make_sure(unit)
+        self._timeline.begin(UNITS, f"backward {unit.name}")
 
     def after_backward(self, unit: Unit) -> None:
         """See [Note: closings]."""
+        self._timeline.end(UNITS, f"backward {unit.name}")
         self._open_backwards.discard(unit.name)
         self._kept.discard(unit.name)
         self._through[unit.name] = unit
@@ -166,6 +172,8 @@ class Runner:
     def end_of_backward(self) -> None:
         """Everything back to rest: reductions done, gathered buffers freed; and learn from what was recorded."""
         block = self._arrive_at(END_OF_BACKWARD)
+        for unit in self.units:  # those with parameters that got no gradient
+            self._timeline.end(UNITS, f"backward {unit.name}")
         if block is not None:
             block.run()
         self._settle_reductions()

@@ -1,0 +1,80 @@
+"""What happened when: spans of one rank, in the form that chrome://tracing and ui.perfetto.dev read.
+
+The form is Google's "Trace Event Format". A rank is a process there, and what it did are threads of it. What goes on
+beside other things (a unit's backward, a message on its way) is an asynchronous span; what the host does, one thing
+after the other, is a plain one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+HOST, UNITS, ON_THE_WAY = "host", "units", "on the way"
+TRACKS = (UNITS, HOST, ON_THE_WAY)
+
+Event = dict[str, Any]
+
+
+class Timeline:
+    """Records while `is_on`. Times are microseconds of the wall clock, so that ranks of one machine share them."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.events: list[Event] = []
+        self._offset_us = 0.0
+        self._open: set[tuple[str, str]] = set()
+
+    def start(self) -> None:
+        self.events = []
+        self._open.clear()
+        self._offset_us = time.time_ns() / 1e3 - time.perf_counter_ns() / 1e3
+        self.is_on = True
+
+    def stop(self) -> list[Event]:
+        """End what is still open, and hand over all events."""
+        for track, name in sorted(self._open):
+            self.end(track, name)
+        self.is_on = False
+        return self.events
+
+    @contextmanager
+    def span(self, name: str, **args: object) -> Iterator[None]:
+        """What the host does inside."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.events.append(
+                {"ph": "X", "cat": HOST, "name": name, "ts": start, "dur": self._now() - start, "args": args}
+            )
+
+    def begin(self, track: str, name: str, **args: object) -> None:
+        """`name` goes on from here. Begun twice, it is one."""
+        if self.is_on and (track, name) not in self._open:
+            self._open.add((track, name))
+            self.events.append({"ph": "b", "cat": track, "name": name, "id": name, "ts": self._now(), "args": args})
+
+    def end(self, track: str, name: str) -> None:
+        if self.is_on and (track, name) in self._open:
+            self._open.remove((track, name))
+            self.events.append({"ph": "e", "cat": track, "name": name, "id": name, "ts": self._now()})
+
+    def _now(self) -> float:
+        return time.perf_counter_ns() / 1e3 + self._offset_us
+
+
+def write_trace(path: Path, ranks: Iterable[list[Event]]) -> None:
+    """One file with the events of all `ranks`, in their order."""
+    events: list[Event] = []
+    for rank, own in enumerate(ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for number, track in enumerate(TRACKS):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}})
+        events += [{**event, "pid": rank, "tid": TRACKS.index(event["cat"])} for event in own]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
