@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
@@ -47,6 +48,12 @@ class _Use:
     depth: int = 0
     inputs_out: int = 0
     watches_inputs: bool = False
+    leaves: list[Node] = field(default_factory=list)
+    """Nodes of inputs that are leaves: nobody else keeps them until the leaf is used."""
+
+    def forget_inputs(self) -> None:
+        self.inputs_out, self.watches_inputs = 0, False
+        self.leaves.clear()
 
 
 class Hooks:
@@ -148,7 +155,10 @@ class Hooks:
         return bool(nodes)
 
     def _watch_inputs(self, unit: Unit, use: _Use, inputs: object) -> None:
-        nodes = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.grad_fn is not None}
+        """See the gradients of `inputs` go out, also those of a leaf (an embedding's output under adapters)."""
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        nodes = {get_gradient_edge(tensor).node for tensor in tensors}
+        use.leaves += [get_gradient_edge(tensor).node for tensor in tensors if tensor.is_leaf]
 
         def gone_out(_: object) -> None:
             use.inputs_out -= 1
@@ -201,7 +211,7 @@ class Hooks:
     def _end(self) -> None:
         self._awaits_end = False
         for use in self._uses.values():
-            use.inputs_out, use.watches_inputs = 0, False
+            use.forget_inputs()
         for unit in self._units:
             for flat in unit.flats:
                 flat.expect_all()
@@ -214,8 +224,8 @@ class Hooks:
             for flat in unit.flats:
                 flat.expect_all()
         for use in self._uses.values():
-            use.depth = use.inputs_out = 0
-            use.watches_inputs = False
+            use.depth = 0
+            use.forget_inputs()
 
 
 def _in_backward() -> bool:
@@ -242,7 +252,7 @@ def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | set):
         inner = value
     elif is_dataclass(value):
-        inner = [getattr(value, field.name) for field in fields(value)]
+        inner = [getattr(value, one.name) for one in fields(value)]
     else:
         inner = list(getattr(value, "__dict__", {}).values())
     for item in inner:

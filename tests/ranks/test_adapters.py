@@ -1,0 +1,71 @@
+"""A frozen base with trainable adapters, as `peft` makes it: nothing frozen has a gradient, all of it is sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from twins import VOCAB, WIDTH, Transformer, assert_same, batches, plain_run, sharded_run
+
+import shardwise as sw
+
+Tensor = torch.Tensor
+
+
+class Lora(nn.Module):
+    """A frozen linear layer and a low-rank path beside it (arXiv:2106.09685)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.normal_(self.up.weight, std=0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Adapted(Transformer):
+    """`needs_grad` makes the frozen embedding's output a leaf, as fine-tuning under checkpointing does."""
+
+    def __init__(self, *, recompute: bool, needs_grad: bool) -> None:
+        super().__init__()
+        self.recompute, self.needs_grad = recompute, needs_grad
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.qkv, block.down = Lora(block.qkv), Lora(block.down)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        if self.needs_grad:
+            hidden.requires_grad_()
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recompute else block(hidden)
+        return F.cross_entropy(self.head(self.norm(hidden)).float().view(-1, VOCAB), y.flatten())
+
+
+def adamw_of_trainable(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, eps=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["plain input", "leaf input"])
+@pytest.mark.parametrize(("preset", "num_ranks"), [("zero3", 2), ("zero3", 4), ("zero2", 3)])
+def test_adapters_train_like_the_plain_model(preset: str, num_ranks: int, needs_grad: bool, recompute: bool) -> None:
+    torch.manual_seed(0)
+    model = Adapted(recompute=recompute, needs_grad=needs_grad)
+    data = batches(5, rows=12)
+
+    def bytes_of(engine: sw.Engine) -> dict[str, Any]:
+        return {"report": engine.memory()}
+
+    run = sharded_run(model, data, preset, num_ranks, None, adamw_of_trainable, after=bytes_of)
+    assert_same(run, plain_run(model, data, adamw_of_trainable))
+    report = run.extra["report"]
+    trainable = 3 * 2 * (WIDTH + 3 * WIDTH + 4 * WIDTH + WIDTH)
+    assert report.promised["optim"] < 2 * 4 * trainable  # states of the adapters alone, and these sharded
