@@ -1,1 +1,1 @@
-"""Races against the peers: the same model, data and optimizer, one engine at a time."""
+"""Races against the peers, and a few measurements of single parts. `make bench`, or see docs/benchmarks.md."""

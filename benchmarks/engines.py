@@ -1,11 +1,11 @@
-"""The engines, one function each, in the best settings that their own documents give for a CPU.
+"""The engines, one function each, in the best settings that their own documents give.
 
 Each imports what it needs and joins the other ranks before it calls `build`: memory is counted from that
 moment on. It returns what takes one whole training step with a rank's batch and gives back the loss.
 Optimizer everywhere: AdamW with torch's defaults, fused. No clipping, no accumulation, no offload.
 
 [Note: bf16 in each engine] Compute in bf16, master weights and states in fp32, everywhere. The single process
-and DDP have masters written by hand, which is faster here than autocast; FSDP2, DeepSpeed and shardwise
+and DDP have masters written by hand, which is faster on a CPU than autocast; FSDP2, DeepSpeed and shardwise
 bring their own. FSDP2 sums gradients in fp32, as its documentation advises; the others send bf16.
 """
 
@@ -20,39 +20,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.model import GPT
-from benchmarks.sizes import Size
+from benchmarks.sizes import Race
 
 Step = Callable[[Tensor], Tensor]
 Build = Callable[[], GPT]
 LEARNING_RATE = 1e-3
 
 
-def single(build: Build, size: Size, dtype: str) -> Step:
+def single(build: Build, race: Race) -> Step:
     """Plain PyTorch in one process: what there is to lose."""
-    del size
     model = build()
-    return _plain_step(model, _optimizer(model, dtype))
+    return _plain_step(model, _optimizer(model, race.dtype))
 
 
-def ddp(build: Build, size: Size, dtype: str) -> Step:
+def ddp(build: Build, race: Race) -> Step:
     """https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"""
-    del size
-    dist.init_process_group("gloo")
+    dist.init_process_group(race.backend)
     model = build()
-    optimizer = _optimizer(model, dtype)
+    optimizer = _optimizer(model, race.dtype)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     return _plain_step(wrapped, optimizer)
 
 
-def fsdp2(build: Build, size: Size, dtype: str) -> Step:
+def fsdp2(build: Build, race: Race) -> Step:
     """https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html: each block, then the root."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (size.num_ranks,))
+    dist.init_process_group(race.backend)
+    mesh = init_device_mesh(race.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
-    if dtype == "bf16":
+    if race.dtype == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = build()
     for block in model.blocks:
@@ -61,15 +59,19 @@ def fsdp2(build: Build, size: Size, dtype: str) -> Step:
     return _plain_step(model, _adamw(model))
 
 
-def deepspeed(build: Build, size: Size, dtype: str, *, stage: int) -> Step:
+def deepspeed(build: Build, race: Race, *, stage: int) -> Step:
     """https://www.deepspeed.ai/docs/config-json: buckets of one block, so that there is something to overlap."""
     import deepspeed as ds
 
-    ds.init_distributed("gloo", verbose=False)
-    bucket = size.block_params
+    # Its one C++ operator for communication on CPUs serves inference only, and would be compiled at this
+    # point. DeepSpeed reads this dict before it compiles, and asks the compiler to fill it if it is not there.
+    ds.ops.__compatible_ops__ = {}
+    ds.init_distributed(race.backend, verbose=False)
+    bucket = race.size.block_params
     config = {
-        "train_micro_batch_size_per_gpu": size.micro_batch,
-        "bf16": {"enabled": dtype == "bf16"},
+        "train_micro_batch_size_per_gpu": race.size.micro_batch,
+        "bf16": {"enabled": race.dtype == "bf16"},
+        "gradient_clipping": 0.0,  # 1.0 by default since 0.19
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": True,
@@ -77,7 +79,7 @@ def deepspeed(build: Build, size: Size, dtype: str, *, stage: int) -> Step:
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "stage3_prefetch_bucket_size": bucket,
-            "stage3_param_persistence_threshold": 10 * size.dim,
+            "stage3_param_persistence_threshold": 10 * race.size.dim,
         },
         "zero_allow_untested_optimizer": True,
     }
@@ -94,14 +96,13 @@ def deepspeed(build: Build, size: Size, dtype: str, *, stage: int) -> Step:
     return step
 
 
-def shardwise(build: Build, size: Size, dtype: str, *, plan: str) -> Step:
+def shardwise(build: Build, race: Race, *, plan: str) -> Step:
     """As in the README."""
     import shardwise as sw
 
-    del size
     world = sw.World.join()
     model = build()
-    engine = sw.shard(model, {"preset": plan, "precision": dtype}, optimizer=_adamw(model), world=world)
+    engine = sw.shard(model, {"preset": plan, "precision": race.dtype}, optimizer=_adamw(model), world=world)
 
     def step(tokens: Tensor) -> Tensor:
         loss: Tensor = engine(tokens)
@@ -112,7 +113,7 @@ def shardwise(build: Build, size: Size, dtype: str, *, plan: str) -> Step:
     return step
 
 
-ENGINES: dict[str, Callable[[Build, Size, str], Step]] = {
+ENGINES: dict[str, Callable[[Build, Race], Step]] = {
     "reference": single,
     "single": single,
     "ddp": ddp,

@@ -48,16 +48,18 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def build_model(size: Size) -> GPT:
+def build_model(size: Size, device: str = "cpu") -> GPT:
     """The same values on every rank and in every engine."""
     torch.manual_seed(0)
-    return GPT(size)
+    with torch.device(device):
+        return GPT(size)
 
 
 def batch_of(size: Size, rank: int) -> Tensor:
     """What `rank` is given, at every step anew.
 
-    The same tokens each time, so that the loss falls fast and a wrong sum of gradients shows in it.
+    The same tokens each time, so that the loss falls fast: an engine that trained on its own batch alone, or
+    kept its gradients to itself, would be far from the others after a few steps.
     """
     generator = torch.Generator().manual_seed(1 + rank)
     return torch.randint(0, size.vocab, (size.micro_batch, size.seq + 1), generator=generator)

@@ -33,3 +33,17 @@ SIZES = {
     "tall": Size(num_blocks=48, dim=256),
     "ranks4": Size(num_blocks=8, dim=512, num_ranks=4),
 }
+DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Race:
+    """What all engines are given: a size, what forward and backward compute in, and where."""
+
+    size: Size
+    dtype: str
+    device: str = "cpu"
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.device == "cuda" else "gloo"
