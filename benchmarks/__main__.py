@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from rich.console import Console
 from benchmarks import collectives, growth, host
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
-from benchmarks.machine import BUSY_LOAD, load_average
 from benchmarks.names import ENGINE_NAMES
 from benchmarks.peers import QUICK, Settings, race, runs_of
 from benchmarks.results_file import read_result
@@ -28,8 +28,6 @@ def main() -> int:
     """0; 1 if engines did not train the same or a run failed; 2 if a request makes no sense."""
     args = _parser().parse_args()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    if load_average() > BUSY_LOAD and not args.show:
-        console.print(f"The load average is {load_average()}: others use this machine, and times will be noisy.")
     try:
         return int(_PROGRAMS[args.program](args, console))
     except (RunError, ShardwiseError) as error:
@@ -91,18 +89,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _some_of:  # noqa: N801  # reads as the verb that it is
+def _some_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
     """An argument that is a list of known names with commas between them."""
+    allowed = tuple(known)
 
-    def __init__(self, known: object) -> None:
-        self._known = tuple(known)  # type: ignore[call-overload]
-
-    def __call__(self, text: str) -> tuple[str, ...]:
+    def names_in(text: str) -> tuple[str, ...]:
         names = tuple(name for name in text.split(",") if name)
-        unknown = [name for name in names if name not in self._known]
-        if unknown or not names:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(self._known)}")
+        if not names or not set(names) <= set(allowed):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(allowed)}")
         return names
+
+    return names_in
 
 
 def _positive(text: str) -> int:

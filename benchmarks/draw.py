@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.machine import BUSY_CORES
 from benchmarks.names import is_ours
 from shardwise.errors import ShardwiseError
 
@@ -30,6 +31,7 @@ def draw_races(races: Sequence[dict[str, Any]], note: str, png: Path) -> Path:
     for race, (left, right) in zip(drawn, grid, strict=True):
         names = [row["engine"] for row in race["rows"]]
         title = f"{race['size']}, {race['dtype']}, {race['ranks']} ranks"
+        title += " (shared machine)" if race["others_cores"] > BUSY_CORES else ""
         _bars(left, f"{title}: seconds per step", names, [row["seconds"] for row in race["rows"]], "{:.2f}")
         _whiskers(left, race["rows"])
         peaks = [row["peak_bytes"] / 2**20 for row in race["rows"]]

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fresh import RunError, run_ranks
-from benchmarks.machine import header
+from benchmarks.machine import BUSY_CORES, header
 from benchmarks.names import ALONE, ENGINE_NAMES, REFERENCE, needs
+from benchmarks.neighbours import Neighbours
 from benchmarks.results_file import write_result
 from benchmarks.schedule import interleaved
 from benchmarks.sizes import SIZES
-from benchmarks.summary import Run, races_of, ratios_of, rows_of
+from benchmarks.summary import Run, others_cores_of, races_of, ratios_of, rows_of
 
 Tell = Callable[[str], None]
 
@@ -65,6 +66,7 @@ def summary_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "dtype": dtype,
             "ranks": SIZES[size].num_ranks,
             "params": SIZES[size].params,
+            "others_cores": others_cores_of([run for run in runs if (run.size, run.dtype) == (size, dtype)]),
             "rows": [asdict(row) for row in rows_of(runs, size, dtype)],
             "ratios": [asdict(ratio) for ratio in ratios_of(runs, size, dtype)],
         }
@@ -88,6 +90,7 @@ def _run(settings: Settings, size: str, dtype: str, engine: str, number: int) ->
         "warm": settings.warm,
         "steps": settings.steps,
     }
+    neighbours = Neighbours()
     try:
         ranks = run_ranks(
             "benchmarks.worker",
@@ -97,11 +100,12 @@ def _run(settings: Settings, size: str, dtype: str, engine: str, number: int) ->
             on_cpu=settings.device == "cpu",
         )
     except RunError as error:
-        return Run(size, dtype, engine, number, error=str(error))
-    return Run(size, dtype, engine, number, ranks=tuple(ranks))
+        return Run(size, dtype, engine, number, error=str(error), others_cores=neighbours.cores())
+    return Run(size, dtype, engine, number, ranks=tuple(ranks), others_cores=neighbours.cores())
 
 
 def _said(run: Run) -> str:
     if run.error:
         return run.error
-    return f"{run.seconds * 1000:8.1f} ms, {run.peak_bytes / 2**20:7.1f} MiB, loss {run.loss:.5f}"
+    others = f", others busy on {run.others_cores:.1f} cores" if run.others_cores > BUSY_CORES else ""
+    return f"{run.seconds * 1000:8.1f} ms, {run.peak_bytes / 2**20:7.1f} MiB, loss {run.loss:.5f}{others}"

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.machine import BUSY_CORES
 from benchmarks.names import is_ours
 from benchmarks.summary import Ratio, Row, Run, failures_of, ratios_of, rows_of
 from shardwise.units import format_count
@@ -50,6 +51,8 @@ def show_figures(title: str, columns: list[str], rows: list[list[str]], console:
 def _engines(race: dict[str, Any], rows: list[Row]) -> Table:
     ranks, params = race["ranks"], format_count(race["params"])
     title = f"{race['size']}, {race['dtype']}: {params} parameters, {ranks} ranks"
+    if race["others_cores"] > BUSY_CORES:
+        title += f" (others used {race['others_cores']} cores meanwhile: trust bytes, not times)"
     table = _table(title, "engine", "ms/step", "fastest-slowest", "x single", "CPU ms", "peak MiB", "sent MiB", "loss")
     for row in rows:
         table.add_row(

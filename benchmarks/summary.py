@@ -28,6 +28,8 @@ class Run:
     round: int
     ranks: tuple[dict[str, Any], ...] = ()
     error: str = ""
+    others_cores: float = 0.0
+    """Cores that other processes of the machine used meanwhile, on average."""
 
     @property
     def seconds(self) -> float:
@@ -120,6 +122,11 @@ def ratios_of(runs: Sequence[Run], size: str, dtype: str) -> list[Ratio]:
     return ratios
 
 
+def others_cores_of(runs: Iterable[Run]) -> float:
+    """What others used in the middle one of the runs."""
+    return median([run.others_cores for run in runs] or [0.0])
+
+
 def failures_of(runs: Iterable[Run], size: str, dtype: str) -> list[Run]:
     return [run for run in runs if (run.size, run.dtype) == (size, dtype) and run.error]
 
@@ -137,9 +144,7 @@ def _pairs(peers: dict[int, Run], ours: dict[int, Run]) -> list[tuple[Run, Run]]
     return [(peers[number], ours[number]) for number in sorted(peers.keys() & ours.keys())]
 
 
-def _row(
-    engine: str, rounds: dict[int, Run], single: dict[int, Run], reference: float | None, tolerance: float
-) -> Row:
+def _row(engine: str, rounds: dict[int, Run], single: dict[int, Run], reference: float | None, tolerance: float) -> Row:
     runs = list(rounds.values())
     over_single = [run.seconds / plain.seconds for run, plain in _pairs(rounds, single)]
     sent = [run.sent_bytes for run in runs if run.sent_bytes is not None]

@@ -1,0 +1,36 @@
+"""How busy others kept the machine while a run took place: all busy time of all cores, less that of the run."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import psutil
+
+
+class Neighbours:
+    """Between two moments: cores that others used, on average. Time that a hypervisor took away counts as theirs.
+
+    What the run used is known once its processes have been waited for, by those who started them.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._busy_at_start, self._own_at_start = _busy_seconds(), _children_seconds()
+
+    def cores(self) -> float:
+        seconds = time.monotonic() - self._start
+        busy, own = _busy_seconds() - self._busy_at_start, _children_seconds() - self._own_at_start
+        return round(max(0.0, busy - own) / max(seconds, 1e-9), 2)
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # are in user and nice already
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - guests)
+
+
+def _children_seconds() -> float:
+    """CPU time of all descendants that have ended and been waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
