@@ -27,6 +27,7 @@ RESULTS = ROOT / "runs" / "bench"
 def main() -> int:
     """0; 1 if engines did not train the same or a run failed; 2 if a request makes no sense."""
     args = _parser().parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # who follows a log sees every run
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     try:
         return int(_PROGRAMS[args.program](args, console))
@@ -61,6 +62,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         "warm": args.warm,
         "steps": args.steps,
         "device": args.device,
+        "patience_seconds": args.patience,
     }
     given = {name: value for name, value in chosen.items() if value is not None}
     return replace(QUICK if args.quick else Settings(), **given)
@@ -84,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--rounds", type=_positive, metavar="N", help="how often each engine runs (default: 3)")
     option("--warm", type=_positive, metavar="N", help="steps before the timed ones (default: 2)")
     option("--steps", type=_positive, metavar="N", help="timed steps a run (default: 4)")
+    option("--patience", type=float, metavar="S", help="seconds in all to wait for others to be quiet (default: 0)")
     option("--device", choices=["cpu", "cuda"], help="where (default: cpu); cuda needs a GPU for each rank")
     option("--show", type=Path, metavar="JSON", help="print and draw a result that is there, and run nothing")
     return parser

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.machine import BUSY_CORES
 from benchmarks.names import is_ours
+from benchmarks.neighbours import BUSY_CORES
 from shardwise.errors import ShardwiseError
 
 if TYPE_CHECKING:

@@ -133,7 +133,7 @@ class MasterAdamW:
 
     def __init__(self, model: nn.Module) -> None:
         self._masters = [param.detach().clone() for param in model.parameters()]
-        self._params = list(model.bfloat16().parameters())
+        self._params: list[Tensor] = list(model.bfloat16().parameters())
         self._adamw = torch.optim.AdamW(self._masters, lr=LEARNING_RATE, fused=True)
 
     @torch.no_grad()

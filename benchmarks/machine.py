@@ -17,8 +17,6 @@ from benchmarks.fresh import ROOT
 from shardwise.launch.environment import MALLOC_SETTINGS
 
 PACKAGES = ("torch", "deepspeed", "numpy")
-BUSY_CORES = 0.15
-"""More than this in use by others while a run takes place, and its times are theirs too."""
 
 
 def header(note: str = "") -> dict[str, Any]:

@@ -7,6 +7,9 @@ import time
 
 import psutil
 
+BUSY_CORES = 0.15
+"""More than this in use by others while a run takes place, and its times are theirs too."""
+
 
 class Neighbours:
     """Between two moments: cores that others used, on average. Time that a hypervisor took away counts as theirs.
@@ -22,6 +25,28 @@ class Neighbours:
         seconds = time.monotonic() - self._start
         busy, own = _busy_seconds() - self._busy_at_start, _children_seconds() - self._own_at_start
         return round(max(0.0, busy - own) / max(seconds, 1e-9), 2)
+
+
+class Patience:
+    """Seconds that may be spent on waiting until others leave the machine, and on running again what they disturbed."""
+
+    def __init__(self, seconds: float, looking_seconds: float = 2.0) -> None:
+        self._left = seconds
+        self._looking_seconds = looking_seconds
+
+    def wait_for_calm(self) -> None:
+        """Return when others are quiet, or patience is at its end."""
+        while self._left > 0:
+            neighbours = Neighbours()
+            time.sleep(self._looking_seconds)
+            if neighbours.cores() <= BUSY_CORES:
+                return
+            self._left -= self._looking_seconds
+
+    def allows_another(self, run_seconds: float) -> bool:
+        """Whether a disturbed run of this length may be thrown away and done again."""
+        self._left -= run_seconds
+        return self._left > 0
 
 
 def _busy_seconds() -> float:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fresh import RunError, run_ranks
-from benchmarks.machine import BUSY_CORES, header
+from benchmarks.machine import header
 from benchmarks.names import ALONE, ENGINE_NAMES, REFERENCE, needs
-from benchmarks.neighbours import Neighbours
+from benchmarks.neighbours import BUSY_CORES, Neighbours, Patience
 from benchmarks.results_file import write_result
 from benchmarks.schedule import interleaved
 from benchmarks.sizes import SIZES
@@ -32,6 +33,7 @@ class Settings:
     steps: int = 4
     device: str = "cpu"
     timeout_seconds: float = 300
+    patience_seconds: float = 0
 
 
 QUICK = Settings(sizes=("tiny",), dtypes=("fp32",), rounds=2, steps=8)
@@ -42,11 +44,12 @@ def race(settings: Settings, file: Path, note: str, tell: Tell) -> dict[str, Any
     engines = [engine for engine in settings.engines if _is_installed(engine, tell)]
     result = header(note) | {"benchmark": "peers", "run": asdict(settings), "runs": []}
     runs: list[Run] = []
+    patience = Patience(settings.patience_seconds)
     for size in settings.sizes:
         for dtype in settings.dtypes:
             turns = [(0, REFERENCE), *interleaved(engines, settings.rounds)]
             for number, engine in turns:
-                run = _run(settings, size, dtype, engine, number)
+                run = _run_in_calm(settings, size, dtype, engine, number, patience)
                 tell(f"{size} {dtype} round {number + 1} of {settings.rounds}: {engine:16} {_said(run)}")
                 runs.append(run)
                 result |= {"runs": [asdict(each) for each in runs], "summary": summary_of(runs)}
@@ -79,6 +82,16 @@ def _is_installed(engine: str, tell: Tell) -> bool:
         return True
     tell(f"{engine} is left out: {needs(engine)} is not installed here; `make bench` installs it.")
     return False
+
+
+def _run_in_calm(settings: Settings, size: str, dtype: str, engine: str, number: int, patience: Patience) -> Run:
+    """A run that others did not disturb, as far as patience goes."""
+    while True:
+        patience.wait_for_calm()
+        start = time.monotonic()
+        run = _run(settings, size, dtype, engine, number)
+        if run.others_cores <= BUSY_CORES or not patience.allows_another(time.monotonic() - start):
+            return run
 
 
 def _run(settings: Settings, size: str, dtype: str, engine: str, number: int) -> Run:

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.machine import BUSY_CORES
 from benchmarks.names import is_ours
+from benchmarks.neighbours import BUSY_CORES
 from benchmarks.summary import Ratio, Row, Run, failures_of, ratios_of, rows_of
 from shardwise.units import format_count
 

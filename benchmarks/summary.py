@@ -34,16 +34,16 @@ class Run:
     @property
     def seconds(self) -> float:
         """Median step of the slowest rank."""
-        return max(median(rank["step_seconds"]) for rank in self.ranks)
+        return max(float(median(rank["step_seconds"])) for rank in self.ranks)
 
     @property
     def cpu_seconds(self) -> float:
-        return max(rank["cpu_seconds"] for rank in self.ranks)
+        return max(float(rank["cpu_seconds"]) for rank in self.ranks)
 
     @property
     def peak_bytes(self) -> int:
         """Of the rank that took most."""
-        return max(rank["peak_bytes"] for rank in self.ranks)
+        return max(int(rank["peak_bytes"]) for rank in self.ranks)
 
     @property
     def sent_bytes(self) -> float | None:
