@@ -4,58 +4,69 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 
 import psutil
 
 BUSY_CORES = 0.15
 """More than this in use by others while a run takes place, and its times are theirs too."""
 
+LOOKING_SECONDS = 2.0
 
-class Neighbours:
-    """Between two moments: cores that others used, on average. Time that a hypervisor took away counts as theirs.
-
-    What the run used is known once its processes have been waited for, by those who started them.
-    """
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-        self._busy_at_start, self._own_at_start = _busy_seconds(), _children_seconds()
-
-    def cores(self) -> float:
-        seconds = time.monotonic() - self._start
-        busy, own = _busy_seconds() - self._busy_at_start, _children_seconds() - self._own_at_start
-        return round(max(0.0, busy - own) / max(seconds, 1e-9), 2)
+Seconds = Callable[[], float]
 
 
-class Patience:
-    """Seconds that may be spent on waiting until others leave the machine, and on running again what they disturbed."""
-
-    def __init__(self, seconds: float, looking_seconds: float = 2.0) -> None:
-        self._left = seconds
-        self._looking_seconds = looking_seconds
-
-    def wait_for_calm(self) -> None:
-        """Return when others are quiet, or patience is at its end."""
-        while self._left > 0:
-            neighbours = Neighbours()
-            time.sleep(self._looking_seconds)
-            if neighbours.cores() <= BUSY_CORES:
-                return
-            self._left -= self._looking_seconds
-
-    def allows_another(self, run_seconds: float) -> bool:
-        """Whether a disturbed run of this length may be thrown away and done again."""
-        self._left -= run_seconds
-        return self._left > 0
-
-
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
+    """What all cores have worked since the machine started. Time that a hypervisor took away counts as work."""
     times = psutil.cpu_times()
     guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # are in user and nice already
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - guests)
 
 
-def _children_seconds() -> float:
+def own_seconds() -> float:
     """CPU time of all descendants that have ended and been waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+class Neighbours:
+    """Cores that others used, on average, from when this is made until it is asked.
+
+    Asked when the run's processes have ended: what they used is known once they have been waited for.
+    """
+
+    def __init__(
+        self, busy: Seconds = busy_seconds, own: Seconds = own_seconds, clock: Seconds = time.monotonic
+    ) -> None:
+        self._busy, self._own, self._clock = busy, own, clock
+        self._start, self._busy_at_start, self._own_at_start = clock(), busy(), own()
+
+    def cores(self) -> float:
+        seconds = max(self._clock() - self._start, 1e-9)
+        others = (self._busy() - self._busy_at_start) - (self._own() - self._own_at_start)
+        return round(max(0.0, others) / seconds, 2)
+
+
+def look() -> float:
+    """Cores that others use now; takes `LOOKING_SECONDS`."""
+    neighbours = Neighbours()
+    time.sleep(LOOKING_SECONDS)
+    return neighbours.cores()
+
+
+class Patience:
+    """Seconds that may be spent on waiting until others leave the machine, and on running again what they disturbed."""
+
+    def __init__(self, seconds: float, look: Callable[[], float] = look) -> None:
+        self._left = seconds
+        self._look = look
+
+    def wait_for_calm(self) -> None:
+        """Return when others are quiet, or patience is at its end."""
+        while self._left > 0 and self._look() > BUSY_CORES:
+            self._left -= LOOKING_SECONDS
+
+    def allows_another(self, run_seconds: float) -> bool:
+        """Whether a disturbed run of this length may be thrown away and done again."""
+        self._left -= run_seconds
+        return self._left > 0

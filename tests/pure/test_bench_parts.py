@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from benchmarks.fresh import RunError, run_ranks
 from benchmarks.host import summary_of as host_summary
 from benchmarks.machine import allocator_settings, header, processor
 from benchmarks.model import batch_of, build_model
-from benchmarks.neighbours import Neighbours, Patience
+from benchmarks.neighbours import Neighbours, Patience, busy_seconds, own_seconds
 from benchmarks.peers import Settings, race, runs_of
 from benchmarks.results_file import read_result, write_result
 from benchmarks.show import show_loss_verdict, show_race
@@ -86,13 +87,19 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_header_describes_the_machine_and_names_nobody() -> None:
-    said = json.dumps(header("a note"))
-    assert socket.gethostname() not in said
-    assert str(Path.home()) not in said
-    facts = json.loads(said)
-    assert facts["machine"]["cores"] >= 1
-    assert facts["versions"]["torch"] == torch.__version__.partition("+")[0] or facts["versions"]["torch"]
+    facts = json.loads(json.dumps(header("a note")))
     assert facts["note"] == "a note"
+    assert facts["machine"]["cores"] >= 1
+    assert facts["versions"]["torch"] == metadata.version("torch")
+    assert set(facts["machine"]) == {
+        "processor",
+        "cores",
+        "memory_bytes",
+        "system",
+        "gpus",
+        "load_average_at_start",
+    }
+    assert socket.gethostname() not in facts["machine"].values()
 
 
 def test_the_processor_is_the_kernels_word_for_it(tmp_path: Path) -> None:
@@ -110,22 +117,28 @@ def test_the_settings_on_record_are_those_that_ranks_get() -> None:
     assert allocator_settings({"MALLOC_TRIM_THRESHOLD_": "7"})["MALLOC_TRIM_THRESHOLD_"] == "7"
 
 
-def test_own_children_are_not_neighbours() -> None:
-    """A child that burns a core for a while; whatever else runs here may be counted, the child may not."""
-    quiet, burn = Neighbours(), "import time; end = time.process_time() + 1\nwhile time.process_time() < end: pass"
-    before = quiet.cores()
-    neighbours = Neighbours()
+def test_neighbours_used_what_was_busy_and_not_ours() -> None:
+    busy, own, clock = iter([100.0, 105.0]), iter([10.0, 13.0]), iter([50.0, 54.0])
+    neighbours = Neighbours(lambda: next(busy), lambda: next(own), lambda: next(clock))
+    assert neighbours.cores() == 0.5
+
+
+def test_a_child_that_worked_is_ours_once_it_has_ended() -> None:
+    before = own_seconds()
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True)
-    own = neighbours._own_at_start
-    assert Neighbours()._own_at_start - own >= 0.9
-    assert before >= 0
+    assert own_seconds() - before >= 0.5
+    assert busy_seconds() > 0
 
 
-def test_patience_ends() -> None:
-    patience = Patience(0)
-    patience.wait_for_calm()
+def test_patience_waits_for_calm_and_ends() -> None:
+    seen = iter([1.5, 0.9, 0.0, 1.5, 1.5, 1.5])
+    patience = Patience(8, look=lambda: next(seen))
+    patience.wait_for_calm()  # looks three times, of which two cost patience
+    assert patience.allows_another(1.0)
+    patience.wait_for_calm()  # runs out after two more
+    assert list(seen) == [1.5]
     assert not patience.allows_another(1.0)
-    assert Patience(10).allows_another(9.0)
 
 
 def test_sent_bytes_are_counted_by_the_kernel() -> None:
