@@ -1,4 +1,4 @@
-"""What an engine costs the host: its step less a plain model's, where messages take no time at all."""
+"""What an engine costs the host: CPU time of its step less a plain model's, where messages take no time at all."""
 
 from __future__ import annotations
 
