@@ -6,13 +6,15 @@ PLAN   ?= zero3
 STEPS  ?=
 OUT    ?= runs/stdlib_gpt
 ARGS   ?=
+QUICK  ?=
 
 BIN := .venv/bin
+PEERS_BIN := .venv-bench/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETTLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint types floors train clean
+.PHONY: help test lint types floors train bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,9 +37,12 @@ train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/s
 	@exec $(BIN)/shardwise launch --nproc $(NPROC) examples/stdlib_gpt/train.py \
 	  --plan $(PLAN) $(if $(STEPS),--steps $(STEPS)) --out $(OUT) $(ARGS)
 
-clean: ## remove .venv and caches; runs/ stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
-	find src tests examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+bench: .venv-bench/.made ## race the peers: QUICK=1 for two minutes of it, ARGS="--sizes small --rounds 5"
+	@exec $(PEERS_BIN)/python -m benchmarks peers $(if $(QUICK),--quick) $(ARGS)
+
+clean: ## remove both .venv and caches; runs/ stays
+	rm -rf .venv .venv-bench .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # --- what the targets stand on ----------------------------------------------------------------
 # A stamp is written last: what is interrupted is done again, what is done costs nothing. torch comes
@@ -59,4 +64,14 @@ clean: ## remove .venv and caches; runs/ stays
 .venv/.train: .venv/.made $(SETTLED)
 	@echo "Installing shardwise with what the example needs into .venv (once; torch takes a while)."
 	@$(PIP) install -c constraints.txt -e '.[plot]'
+	@touch $@
+
+# The peers stand on .venv's torch and shardwise, which are found through it: one torch for all, and nothing that
+# DeepSpeed asks for can bring in another. They are kept apart because no test may come to need them.
+.venv-bench/.made: .venv/.train benchmarks/requirements.txt
+	@echo "Installing the peers into .venv-bench (once)."
+	@$(BIN)/python -m venv .venv-bench
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(PEERS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beneath.pth
+	@$(PEERS_BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -r benchmarks/requirements.txt
 	@touch $@

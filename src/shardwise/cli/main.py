@@ -19,6 +19,7 @@ from shardwise.version import __version__
 VERBS = {
     "launch": ("shardwise.cli.launch", "run a training script, one process per rank"),
     "explain": ("shardwise.cli.explain", "print the table and the program that a plan becomes"),
+    "bench": ("shardwise.cli.bench", "race the peers, or measure one part; needs a checkout"),
     "doctor": ("shardwise.cli.doctor", "check this machine, and say how to mend what is wrong"),
 }
 

@@ -1,0 +1,116 @@
+"""`python -m benchmarks PROGRAM`: what `make bench` and `shardwise bench` run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import collectives, growth, host
+from benchmarks.draw import draw_races
+from benchmarks.fresh import ROOT, RunError
+from benchmarks.names import ENGINE_NAMES
+from benchmarks.peers import QUICK, Settings, race, runs_of
+from benchmarks.results_file import read_result
+from benchmarks.show import show_loss_verdict, show_race
+from benchmarks.sizes import DTYPES, SIZES
+from shardwise.errors import ShardwiseError
+
+PROGRAMS = ("peers", "collectives", "host", "growth")
+RESULTS = ROOT / "runs" / "bench"
+
+
+def main() -> int:
+    """0; 1 if engines did not train the same or a run failed; 2 if a request makes no sense."""
+    args = _parser().parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # who follows a log sees every run
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    try:
+        return int(_PROGRAMS[args.program](args, console))
+    except (RunError, ShardwiseError) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _peers(args: argparse.Namespace, console: Console) -> int:
+    file = args.show or args.out / "peers.json"
+    if args.show:
+        result = read_result(args.show)
+    else:
+        result = race(_settings(args), file, args.note, tell=lambda line: console.print(line, markup=False))
+    runs, races = runs_of(result), result["summary"]
+    for each in races:
+        show_race(runs, each, console)
+    same = show_loss_verdict(runs, races, console)
+    picture = draw_races(races, result["note"], file.with_suffix(".png"))
+    console.print(f"\n{file}\n{picture}", markup=False)
+    return 0 if same and not any(run.error for run in runs) else 1
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    chosen = {
+        "sizes": args.sizes,
+        "dtypes": args.dtypes,
+        "engines": args.engines,
+        "rounds": args.rounds,
+        "warm": args.warm,
+        "steps": args.steps,
+        "device": args.device,
+        "patience_seconds": args.patience,
+    }
+    given = {name: value for name, value in chosen.items() if value is not None}
+    return replace(QUICK if args.quick else Settings(), **given)
+
+
+_PROGRAMS = {"peers": _peers, "collectives": collectives.main, "host": host.main, "growth": growth.main}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="See docs/benchmarks.md.")
+    option = parser.add_argument
+    option("program", choices=PROGRAMS)
+    option("--quick", action="store_true", help="a minute or two: whether all runs, not how fast")
+    option("--out", type=Path, default=RESULTS, metavar="DIR", help="where results go (default: runs/bench)")
+    option("--note", default="", metavar="TEXT", help="kept with the result")
+    peers = parser.add_argument_group("peers")
+    option = peers.add_argument
+    option("--sizes", type=_some_of(SIZES), metavar="A,B", help=f"of {', '.join(SIZES)}")
+    option("--dtypes", type=_some_of(DTYPES), metavar="A,B", help=f"of {', '.join(DTYPES)}")
+    option("--engines", type=_some_of(ENGINE_NAMES), metavar="A,B", help=f"of {', '.join(ENGINE_NAMES)}")
+    option("--rounds", type=_positive, metavar="N", help="how often each engine runs (default: 3)")
+    option("--warm", type=_positive, metavar="N", help="steps before the timed ones (default: 2)")
+    option("--steps", type=_positive, metavar="N", help="timed steps a run (default: 4)")
+    option("--patience", type=float, metavar="S", help="seconds in all to wait for others to be quiet (default: 0)")
+    option("--device", choices=["cpu", "cuda"], help="where (default: cpu); cuda needs a GPU for each rank")
+    option("--show", type=Path, metavar="JSON", help="print and draw a result that is there, and run nothing")
+    return parser
+
+
+def _some_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """An argument that is a list of known names with commas between them."""
+    allowed = tuple(known)
+
+    def names_in(text: str) -> tuple[str, ...]:
+        names = tuple(name for name in text.split(",") if name)
+        if not names or not set(names) <= set(allowed):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {', '.join(allowed)}")
+        return names
+
+    return names_in
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

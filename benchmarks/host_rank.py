@@ -1,0 +1,166 @@
+"""One process of `host`: rank 0 of a world whose other ranks do not exist."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from benchmarks.figures import write_figures
+from benchmarks.host import DTYPES, ENGINES, NUM_BLOCKS, WORLD_SIZE
+from shardwise.comm import Done, Work
+
+DIM = 16
+LAYERS = 8  # a weight and a bias each: 16 parameters a block
+BATCH = 4
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A step in two parts, each to be called in turn."""
+
+    passes: Callable[[], None]
+    update: Callable[[], None]
+
+
+class Block(nn.Module):
+    """16 small parameters and next to no arithmetic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(LAYERS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.layers(x)
+        return out
+
+
+class EchoTransport:
+    """The other ranks say what this one says to them, at once.
+
+    So they agree on the model and on every verdict, as real ones would; what it copies counts against us.
+    """
+
+    def __init__(self) -> None:
+        self._said: dict[tuple[int, int], Tensor] = {}
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Work:
+        self._said[rank, tag] = tensor
+        return Done()
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Work:
+        return _Echo(self._said, tensor, (rank, tag))
+
+    def close(self) -> None:
+        return
+
+
+class _Echo:
+    def __init__(self, said: dict[tuple[int, int], Tensor], tensor: Tensor, key: tuple[int, int]) -> None:
+        self._said = said
+        self._tensor = tensor
+        self._key = key
+
+    def wait(self) -> None:
+        self._tensor.copy_(self._said.pop(self._key))
+
+
+def plain(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
+    if dtype == "bf16":
+        model, x = model.bfloat16(), x.bfloat16()
+    return _parts(model, _adamw(model), x)
+
+
+def fsdp2(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    policy = MixedPrecisionPolicy()
+    if dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return _parts(model, _adamw(model), x)
+
+
+def zero3(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
+    world = sw.World(0, WORLD_SIZE, EchoTransport())
+    optimizer = _adamw(model)
+    engine = sw.shard(model, {"preset": "zero3", "precision": dtype}, optimizer=optimizer, world=world)
+
+    def passes() -> None:
+        engine.backward(engine(x).sum())
+
+    def update() -> None:
+        engine.step()
+
+    return Parts(passes, update)
+
+
+MAKERS = dict(zip(ENGINES, (plain, fsdp2, zero3), strict=True))
+
+
+def measure(engine: str, dtype: str, steps: int) -> dict[str, float]:
+    """Median seconds of CPU for forward and backward, and for the update."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+    parts = MAKERS[engine](model, dtype, torch.randn(BATCH, DIM))
+    for _ in range(3):
+        parts.passes()
+        parts.update()
+    timed = [(_seconds(parts.passes), _seconds(parts.update)) for _ in range(steps)]
+    return {
+        "passes_seconds": median(passes for passes, _ in timed),
+        "update_seconds": median(update for _, update in timed),
+    }
+
+
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Parts:
+    def passes() -> None:
+        model(x).sum().backward()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Parts(passes, update)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    """CPU time: nothing is waited for here, and who else uses the cores does not count."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--dtype", choices=DTYPES, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    with write_figures(args.out) as figures:
+        figures.update(measure(args.engine, args.dtype, args.steps))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

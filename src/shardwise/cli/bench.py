@@ -1,0 +1,47 @@
+"""`shardwise bench`: races against the peers, from a checkout of the source."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardwise.errors import LaunchError
+
+PEERS_PYTHON = Path(".venv-bench/bin/python")
+"""Where `make bench` puts the peers, below the checkout."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("program", help="peers, collectives, host or growth")
+    option("arguments", nargs=argparse.REMAINDER, help="its options; `shardwise bench peers --help` lists them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the program with the peers' environment if there is one; its exit status. Needs a checkout."""
+    root = find_checkout((Path.cwd(), *Path.cwd().parents, *Path(__file__).resolve().parents))
+    paths = [str(root), str(root / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [str(python_of(root)), "-m", "benchmarks", args.program, *args.arguments]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def find_checkout(folders: Iterable[Path]) -> Path:
+    """The first of `folders` that is a checkout of shardwise. Raises `LaunchError` if none is."""
+    for folder in folders:
+        if (folder / "benchmarks" / "__main__.py").is_file() and (folder / "src" / "shardwise").is_dir():
+            return folder
+    raise LaunchError(
+        "The benchmarks are not part of the installed package; they need a checkout of the source. "
+        "Clone the repository and run `make bench` in it, which installs the peers too."
+    )
+
+
+def python_of(root: Path) -> Path:
+    """The Python that has the peers; without it this one, and peers that are not installed are left out."""
+    peers = root / PEERS_PYTHON
+    return peers if peers.exists() else Path(sys.executable)

@@ -1,0 +1,269 @@
+"""What the benchmarks are made of, one part at a time: figures, results, the machine, tables, pictures, the verb."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks import fresh, peers
+from benchmarks.draw import draw_races
+from benchmarks.figures import read_figures, write_figures
+from benchmarks.fresh import RunError, run_ranks
+from benchmarks.host import summary_of as host_summary
+from benchmarks.machine import allocator_settings, header, processor
+from benchmarks.model import batch_of, build_model
+from benchmarks.neighbours import Neighbours, Patience, busy_seconds, own_seconds
+from benchmarks.peers import Settings, race, runs_of
+from benchmarks.results_file import read_result, write_result
+from benchmarks.show import show_loss_verdict, show_race
+from benchmarks.sizes import SIZES
+from benchmarks.traffic import tcp_sent_bytes
+from shardwise.cli.bench import find_checkout, python_of
+from shardwise.errors import LaunchError
+from shardwise.launch.environment import rank_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_knows_its_parameters(name: str) -> None:
+    size = SIZES[name]
+    model = build_model(size, device="meta")
+    assert sum(param.numel() for param in model.parameters()) == size.params
+    assert sum(param.numel() for param in model.blocks[0].parameters()) == size.block_params
+
+
+def test_the_small_size_is_what_it_is_called() -> None:
+    assert round(SIZES["small"].params / 1e6) == 34
+    assert (SIZES["tall"].num_blocks, SIZES["tall"].dim) == (48, 256)
+    assert SIZES["ranks4"].num_ranks == 4
+
+
+def test_all_begin_the_same_and_every_rank_has_data_of_its_own() -> None:
+    size = SIZES["tiny"]
+    one, other = build_model(size).state_dict(), build_model(size).state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert torch.equal(batch_of(size, 0), batch_of(size, 0))
+    assert not torch.equal(batch_of(size, 0), batch_of(size, 1))
+
+
+# -- figures and results ------------------------------------------------------------------------------------
+
+
+def test_figures_are_handed_over_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with write_figures(tmp_path) as figures:
+        figures["loss"] = 0.5
+    assert read_figures(tmp_path, 3) == [{}, {"loss": 0.5}, {}]
+
+
+def test_an_error_is_handed_over_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="two"), write_figures(tmp_path):
+        raise ValueError("one\n  two\n")
+    assert read_figures(tmp_path, 1) == [{"error": "ValueError: two"}]
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = write_result(tmp_path / "deep" / "result.json", {"runs": [1.5, None]})
+    assert read_result(file) == {"runs": [1.5, None]}
+    write_result(file, {"runs": []})
+    assert [each.name for each in file.parent.iterdir()] == ["result.json"]
+
+
+# -- the machine --------------------------------------------------------------------------------------------
+
+
+def test_the_header_describes_the_machine_and_names_nobody() -> None:
+    facts = json.loads(json.dumps(header("a note")))
+    assert facts["note"] == "a note"
+    assert facts["machine"]["cores"] >= 1
+    assert facts["versions"]["torch"] == metadata.version("torch")
+    assert set(facts["machine"]) == {
+        "processor",
+        "cores",
+        "memory_bytes",
+        "system",
+        "gpus",
+        "load_average_at_start",
+    }
+    assert socket.gethostname() not in facts["machine"].values()
+
+
+def test_the_processor_is_the_kernels_word_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor\t: 0\nmodel name\t: Quick 9000: X\nmodel name\t: Other\n")
+    assert processor(file) == "Quick 9000: X"
+    file.write_text("processor\t: 0\n")
+    assert processor(file) == "unknown"
+
+
+def test_the_settings_on_record_are_those_that_ranks_get() -> None:
+    given = rank_environment(rank=0, nproc=2, address="127.0.0.1", port=1, inherited={}, threads=1)
+    recorded = allocator_settings({})
+    assert recorded == {name: given[name] for name in recorded}
+    assert allocator_settings({"MALLOC_TRIM_THRESHOLD_": "7"})["MALLOC_TRIM_THRESHOLD_"] == "7"
+
+
+def test_neighbours_used_what_was_busy_and_not_ours() -> None:
+    busy, own, clock = iter([100.0, 105.0]), iter([10.0, 13.0]), iter([50.0, 54.0])
+    neighbours = Neighbours(lambda: next(busy), lambda: next(own), lambda: next(clock))
+    assert neighbours.cores() == 0.5
+
+
+def test_a_child_that_worked_is_ours_once_it_has_ended() -> None:
+    before = own_seconds()
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True)
+    assert own_seconds() - before >= 0.5
+    assert busy_seconds() > 0
+
+
+def test_patience_waits_for_calm_and_ends() -> None:
+    seen = iter([1.5, 0.9, 0.0, 1.5, 1.5, 1.5])
+    patience = Patience(8, look=lambda: next(seen))
+    patience.wait_for_calm()  # looks three times, of which two cost patience
+    assert patience.allows_another(1.0)
+    patience.wait_for_calm()  # runs out after two more
+    assert list(seen) == [1.5]
+    assert not patience.allows_another(1.0)
+
+
+def test_sent_bytes_are_counted_by_the_kernel() -> None:
+    before = tcp_sent_bytes()
+    if before is None:
+        pytest.skip("this kernel does not tell")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        peer, _ = server.accept()
+        with peer:
+            reader = threading.Thread(target=lambda: peer.recv(100_000, socket.MSG_WAITALL))
+            reader.start()
+            client.sendall(bytes(100_000))
+            reader.join()
+            assert 100_000 <= (tcp_sent_bytes() or 0) - before < 110_000
+
+
+# -- a race without ranks -----------------------------------------------------------------------------------
+
+
+def figures_of(engine: str, num_ranks: int) -> list[dict[str, Any]]:
+    loss = 7.0 if engine == "shardwise-zero2" else 2.0
+    one = {"step_seconds": [0.1], "cpu_seconds": 0.1, "sent_bytes": 2.0**20, "loss": loss, "peak_bytes": 2**20}
+    return [one] * num_ranks
+
+
+@pytest.fixture
+def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A race in which ddp always fails and shardwise-zero2 trains something else."""
+
+    def run(module: str, arguments: list[str], *, num_ranks: int, **_: object) -> list[dict[str, Any]]:
+        engine = arguments[0].removeprefix("--engine=")
+        if engine == "ddp":
+            raise RunError("ValueError: it broke")
+        return figures_of(engine, num_ranks)
+
+    monkeypatch.setattr(peers, "run_ranks", run)
+    engines = ("single", "ddp", "fsdp2", "shardwise-zero2", "shardwise-zero3")
+    return race(
+        Settings(("tiny",), ("fp32",), engines, rounds=2), tmp_path / "peers.json", "shared", tell=lambda _: None
+    )
+
+
+def test_a_race_is_on_disk_as_it_is_in_memory(result: dict[str, Any], tmp_path: Path) -> None:
+    assert read_result(tmp_path / "peers.json") == json.loads(json.dumps(result))
+    runs = runs_of(read_result(tmp_path / "peers.json"))
+    assert [asdict(run) for run in runs] == result["runs"]
+    assert len(runs) == 1 + 2 * 5
+    assert {len(run.ranks) for run in runs if run.engine in ("single", "reference")} == {1}
+    assert {len(run.ranks) for run in runs if run.engine == "fsdp2"} == {2}
+
+
+def test_the_tables_tell_rows_ratios_failures_and_strangers(result: dict[str, Any]) -> None:
+    page = io.StringIO()
+    console = Console(file=page, width=150)
+    for each in result["summary"]:
+        show_race(runs_of(result), each, console)
+    assert not show_loss_verdict(runs_of(result), result["summary"], console)
+    said = page.getvalue()
+    assert "134.9 K parameters, 2 ranks" in said
+    assert "ddp failed in round 2: ValueError: it broke" in said
+    assert "7.00000 (differs)" in said
+    assert "These did not train the same as one process on all the data: shardwise-zero2 (tiny fp32)." in said
+    assert [line.split()[2:] for line in said.splitlines() if line.startswith("shardwise-zero3  fsdp2")] == [
+        ["1.00", "1.00", "1.00"]
+    ]
+
+
+def test_a_picture_is_drawn(result: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    png = draw_races(result["summary"], result["note"], tmp_path / "pictures" / "race.png")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_host_time_is_what_comes_on_top_of_the_plain_model_in_the_same_round() -> None:
+    runs = [
+        {"dtype": "fp32", "engine": engine, "round": number, "passes_seconds": passes, "update_seconds": 0.1}
+        for number, pace in enumerate([1.0, 1.0, 5.0])
+        for engine, passes in (("plain", pace), ("fsdp2", pace + 0.5))
+    ]
+    plain, fsdp2 = host_summary(runs, "fp32")
+    assert plain["over_plain"] == {"passes_seconds": 0.0, "update_seconds": 0.0}
+    assert fsdp2["over_plain"]["passes_seconds"] == pytest.approx(0.5)
+    assert fsdp2["whole_seconds"] == pytest.approx(1.6)
+
+
+# -- fresh processes ----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh, "launcher", lambda _: [sys.executable])
+    with pytest.raises(RunError, match=r"No module named benchmarks\.missing"):
+        run_ranks("benchmarks.missing", [], num_ranks=1, timeout_seconds=60)
+
+
+def test_a_run_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh, "launcher", lambda _: [sys.executable, "-c", "import time; time.sleep(600)"])
+    with pytest.raises(RunError, match="not done after 1 s"):
+        run_ranks("any", [], num_ranks=1, timeout_seconds=1)
+
+
+# -- the verb -----------------------------------------------------------------------------------------------
+
+
+def test_the_verb_finds_this_checkout_and_its_peers(tmp_path: Path) -> None:
+    assert find_checkout([tmp_path, ROOT]) == ROOT
+    assert python_of(tmp_path) == Path(sys.executable)
+    peers_python = tmp_path / ".venv-bench" / "bin" / "python"
+    peers_python.parent.mkdir(parents=True)
+    peers_python.touch()
+    assert python_of(tmp_path) == peers_python
+
+
+def test_without_a_checkout_the_verb_says_that_it_needs_one(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="need a checkout of the source"):
+        find_checkout([tmp_path, tmp_path / "not there"])
+
+
+def test_the_verb_hands_on_what_it_is_given() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "bench", "peers", "--sizes", "huge"],
+        env=fresh.environment(on_cpu=True),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "'huge' is not a list of tiny, small, tall, ranks4" in done.stderr
