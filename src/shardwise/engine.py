@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -13,10 +12,10 @@ import torch
 from torch import nn
 
 from shardwise.access import Access
-from shardwise.checkpoint import Content, Loaded, content_of, load, newest, save
+from shardwise.checkpoint import Content, Keep, Loaded, Request, Saver, Stateful, content_of, find, load, rng
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
-from shardwise.errors import ConfigError, StateError
+from shardwise.errors import StateError
 from shardwise.mesh import Mesh
 from shardwise.optim import AdoptedOptimizer, vet
 from shardwise.placement import KINDS, Table, mesh_for, table_for
@@ -119,6 +118,8 @@ class Engine:
         self._states_per_param = vet(optimizer, model) if optimizer is not None else 0
         self._units = _build_units(model, plan, self.mesh, world, self._meter)
         self._flats = [flat for unit in self._units for flat in unit.flats]
+        self._saver = Saver(world, pinned=self._flats[0].device.type == "cuda")
+        self._remembered: dict[str, Stateful] = {}
         self._wire_up(model, optimizer)
 
     def _wire_up(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -240,52 +241,77 @@ class Engine:
 
     # -- state ------------------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path, step: int | None = None, state: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call.
+    def save(
+        self,
+        folder: str | Path,
+        step: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        keep: Keep | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call, between steps.
 
-        `state` is the caller's own, anything JSON can hold, rank 0's is kept: the position in the data, a
-        scheduler's `state_dict()`. `step` defaults to the number of optimizer steps taken.
+        `state` is the caller's own, rank 0's is kept: numbers, text, lists, dicts, tensors. `step` defaults to the
+        number of optimizer steps taken. With `wait=False` it returns when everything is copied to host memory, and
+        goes on in the background; a failure there is raised by the next call that saves, resumes or closes. `keep`
+        says which checkpoints of the folder stay, and `metrics` by what the best is known.
+
+        Raises `CheckpointError` on all ranks if it could not be written; what was there before is still there.
         """
         self._require_open()
         number = self.num_steps if step is None else step
         kept: dict[str, Any] = {"num_steps": self.num_steps, "user": dict(state or {})}
         if self.scaler is not None:
             kept["loss_scale"] = self.scaler.state_dict()
-        try:
-            json.dumps(kept)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"The state given to save() is not JSON: {error}. Keep numbers, text, lists and dicts in it."
-            ) from error
-        return save(
+        request = Request(
             Path(folder),
             number,
-            self._content(),
-            self.world,
-            state=kept,
             layout=f"{self.table.optim} on {self.mesh}",
+            state=kept,
+            metrics=dict(metrics or {}),
+            keep=keep or Keep(),
+            memories={
+                "generators": rng.capture(),
+                "objects": {name: thing.state_dict() for name, thing in self._remembered.items()},
+            },
         )
+        return self._saver.save(request, self._content(), wait=wait)
+
+    def remember(self, **objects: Stateful) -> None:
+        """Keep what these objects say in `state_dict()` in every checkpoint, each rank its own; `resume` gives it back.
+
+        `engine.remember(scheduler=scheduler, loader=loader)`. All ranks call, before `resume`.
+        """
+        self._remembered.update(objects)
+
+    def wait_for_save(self) -> None:
+        """Return once the last `save(wait=False)` is on disk; raise `CheckpointError` if it failed. All ranks call."""
+        self._saver.settle()
 
     def resume(self, folder: str | Path) -> Loaded | None:
         """Continue from the latest checkpoint in `folder`; `None`, and nothing changed, if there is none.
 
-        All ranks call."""
+        `folder` may be one checkpoint too. Any world size, plan and precision can have written it. All ranks call;
+        all raise the same `CheckpointError`, and nothing is changed, if it is damaged or another model's.
+        """
         self._require_open()
-        path = newest(Path(folder))
-        if self.world.any_rank(path is None):
+        self._saver.settle()
+        path = find(Path(folder), self.world)
+        if path is None:
             return None
-        assert path is not None
-        loaded = load(path, self._content(), self._optimizer, self.world)
+        loaded = load(path, self._content(), self._optimizer, self.world, self._remembered)
         self.num_steps = int(loaded.state["num_steps"])
         if self.scaler is not None and "loss_scale" in loaded.state:
             self.scaler.load_state_dict(loaded.state["loss_scale"])
         self.zero_grad()
         self._runner.restore_params()
-        return Loaded(loaded.path, loaded.step, loaded.state["user"])
+        return replace(loaded, state=loaded.state["user"])
 
     def _content(self) -> Content:
-        coordinate = self.mesh.coordinate(self.world.rank)
-        return content_of(self.module, self._flats, self._optimizer, coordinate)
+        own = not self.plan.sync_buffers
+        return content_of(self.module, self._flats, self._optimizer, self.world.rank, own_buffers=own)
 
     # -- whole tensors ----------------------------------------------------------------------------------
 
@@ -417,10 +443,18 @@ class Engine:
     # -- the end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Unhook from model and optimizer. May be called twice. The model's parameters are no longer whole."""
+        """Unhook from model and optimizer. May be called twice. The model's parameters are no longer whole.
+
+        Waits for a checkpoint that is still being written, and raises what went wrong with it."""
         if not self._is_open:
             return
         self._is_open = False
+        try:
+            self._saver.close()
+        finally:
+            self._unhook()
+
+    def _unhook(self) -> None:
         self._runner.remove()
         self._cast_handle.remove()
         if self._optimizer is not None:

@@ -49,6 +49,7 @@ class Flat:
         self.spec = spec
         self.slots = tuple(slots)
         self.params = tuple(params)
+        self.coordinate = dict(coordinate)
         self.meter = meter
         self.device = params[0].device
         table, layout = spec.table, spec.layout
