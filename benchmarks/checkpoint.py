@@ -56,7 +56,10 @@ def main() -> None:
         block_bytes = STATES * 4 * sum(param.numel() for param in Block().parameters())
         model = nn.Sequential(*(Block() for _ in range(max(1, args.mib * MIB // block_bytes))))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        with sw.shard(model, "zero3", optimizer=optimizer, world=world) as engine, folder_for(world, args.folder) as folder:
+        with (
+            sw.shard(model, "zero3", optimizer=optimizer, world=world) as engine,
+            folder_for(world, args.folder) as folder,
+        ):
             for _ in range(3):
                 step(engine)
             figures = measure(engine, optimizer, folder, args)
@@ -73,7 +76,9 @@ def step(engine: sw.Engine) -> float:
     return time.perf_counter() - started
 
 
-def measure(engine: sw.Engine, optimizer: torch.optim.Optimizer, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    engine: sw.Engine, optimizer: torch.optim.Optimizer, folder: Path, args: argparse.Namespace
+) -> dict[str, Any]:
     """Everything in turns, so that a disk that is slow for a while is slow for all; the first turn warms up."""
     seconds: dict[str, list[float]] = {}
     num_bytes: dict[str, int] = {}

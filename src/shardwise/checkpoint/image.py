@@ -11,7 +11,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +53,7 @@ class Part:
     name: str
     span: Span
     source: torch.Tensor
+    """Its bytes, flat; only a shape and a dtype once they have been copied."""
     offset: int
     shape: tuple[int, ...] | None = None
     """Of a tensor that is whole, and not elements of a parameter."""
@@ -116,10 +117,15 @@ class Image:
         if any(part.source.is_cuda for part in self.parts):
             torch.cuda.current_stream().synchronize()
 
+    def without_sources(self) -> Image:
+        """The same image once its bytes lie elsewhere, holding on to no memory of the model."""
+        parts = (replace(part, source=torch.empty_like(part.source, device="meta")) for part in self.parts)
+        return replace(self, parts=tuple(parts))
+
     def read(self, start: int, out: torch.Tensor) -> None:
         """Bytes `start` and on of the image into `out`, from live memory."""
         window = Span(start, start + out.numel())
-        out.zero_()
+        out[max(0, self.num_bytes - start) :].zero_()
         head = Span(0, len(self.head)).overlap(window)
         if head.numel:
             out[head.start - start : head.stop - start].copy_(bytes_tensor(self.head[head.start : head.stop]))
@@ -186,25 +192,23 @@ class Sums:
     def __init__(self, image: Image) -> None:
         regions = [Span(0, len(image.head))]
         regions += [Span(part.offset, part.offset + part.num_bytes) for part in image.parts]
-        blocks = [list(_blocks(region, BLOCK_BYTES if index else region.numel)) for index, region in enumerate(regions)]
-        self._blocks = [(block, index) for index, inside in enumerate(blocks) for block in inside]
+        self._blocks = _blocks(regions)
         self._sums: list[list[int]] = [[] for _ in regions]
         self._position = 0
-        self._current = 0
-        self._next = 0
+        self._crc32 = 0
+        self._block, self._region = next(self._blocks)
 
     def add(self, window: memoryview) -> None:
         """The bytes that follow those of the last call. What is behind the image is padding, and not summed."""
         start, self._position = self._position, self._position + len(window)
-        while self._next < len(self._blocks):
-            block, region = self._blocks[self._next]
-            common = block.overlap(Span(start, self._position))
-            self._current = zlib.crc32(window[common.start - start : common.stop - start], self._current)
-            if block.stop > self._position:
+        while self._block is not None:
+            common = self._block.overlap(Span(start, self._position))
+            self._crc32 = zlib.crc32(window[common.start - start : common.stop - start], self._crc32)
+            if self._block.stop > self._position:
                 return
-            self._sums[region].append(self._current)
-            self._current = 0
-            self._next += 1
+            self._sums[self._region].append(self._crc32)
+            self._crc32 = 0
+            self._block, self._region = next(self._blocks, (None, 0))
 
     @property
     def of_head(self) -> int:
@@ -215,6 +219,9 @@ class Sums:
         return self._sums[1:]
 
 
-def _blocks(region: Span, size: int) -> Iterator[Span]:
-    for start in range(region.start, region.stop, max(size, 1)):
-        yield Span(start, min(start + size, region.stop))
+def _blocks(regions: list[Span]) -> Iterator[tuple[Span | None, int]]:
+    """What has a sum of its own, with the number of the region that it is in. The first region, the head, has one."""
+    for number, region in enumerate(regions):
+        size = BLOCK_BYTES if number else region.numel
+        for start in range(region.start, region.stop, size):
+            yield Span(start, min(start + size, region.stop)), number

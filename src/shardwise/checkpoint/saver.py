@@ -18,7 +18,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from shardwise.checkpoint.image import Image, image_of
 from shardwise.checkpoint.index import Chunk, File, Index
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
-from shardwise.checkpoint.write import Stage, Summing, live, staged, write_rank
+from shardwise.checkpoint.write import Feed, Stage, live, staged, write_rank
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.units import format_seconds
@@ -82,22 +82,16 @@ class Saver:
         """
         self.settle()
         image, draft = self._prepare(request, content)
-        summing = Summing(image)
+        what = f"The checkpoint {request.target} could not be written"
         if wait:
-            summing.start()
-            work = lambda: write_rank(draft, image, live(image), content.numbers, summing)  # noqa: E731
-            self._agree(work, f"The checkpoint {request.target} could not be written", draft)
-            publish = lambda: self._publish(request, content, draft) if self._world.rank == 0 else None  # noqa: E731
-            self._agree(publish, f"The checkpoint {request.target} could not be published", draft)
+            self._write_now(request, content, draft, Feed(image, live(image)), what)
             return request.target
         stage = self._stage.sized(image.padded_bytes)
         image.copy_to(stage)
+        feed = Feed(image.without_sources(), staged(stage))
         shell = Content(shapes=content.shapes, groups=content.groups, numbers=content.numbers)
-        self._under_way = _UnderWay(
-            f"The checkpoint {request.target} could not be written",
-            lambda: self._write_behind(request, shell, draft, image, staged(stage), summing),
-        )
-        summing.start()
+        self._under_way = _UnderWay(what, lambda: self._write_behind(request, shell, draft, feed))
+        feed.start()
         self._under_way.start()
         return request.target
 
@@ -169,20 +163,18 @@ class Saver:
             raise kind(f"{what}: rank {rank} met {said['error']} What was there before is untouched.")
         return [said["result"] for said in outcomes]
 
-    # -- in the background ------------------------------------------------------------------------------
+    # -- writing ----------------------------------------------------------------------------------------
 
-    def _write_behind(
-        self,
-        request: Request,
-        shell: Content,
-        draft: Path,
-        image: Image,
-        windows: Iterator[memoryview],
-        summing: Summing,
-    ) -> None:
-        """This rank's file; on rank 0 then the others' notes, and the checkpoint appears."""
+    def _write_now(self, request: Request, content: Content, draft: Path, feed: Feed, what: str) -> None:
+        """All ranks write, and agree that they have; then rank 0 makes the checkpoint appear."""
+        feed.start()
+        self._agree(lambda: write_rank(draft, feed, content.numbers), what, draft)
+        self._agree(lambda: self._publish(request, content, draft) if self._world.rank == 0 else None, what, draft)
+
+    def _write_behind(self, request: Request, shell: Content, draft: Path, feed: Feed) -> None:
+        """This rank's file; on rank 0 then the others' notes, and the checkpoint appears. In the background."""
         try:
-            write_rank(draft, image, windows, shell.numbers, summing)
+            write_rank(draft, feed, shell.numbers)
             if self._world.rank == 0:
                 self._await_notes(draft)
                 self._publish(request, shell, draft)

@@ -10,15 +10,13 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.image import PAGE, WINDOW, Image, Sums
-
-Windows = Callable[[], Iterator[memoryview]]
 
 
 class Stage:
@@ -54,57 +52,72 @@ def staged(stage: torch.Tensor) -> Iterator[memoryview]:
 
 
 def live(image: Image) -> Iterator[memoryview]:
-    """An image read from where its tensors live, window by window, through one window of host memory."""
-    bounce = pages(min(WINDOW, image.padded_bytes))
-    for start in range(0, image.padded_bytes, WINDOW):
-        window = bounce[: min(WINDOW, image.padded_bytes - start)]
+    """An image read from where its tensors live, window by window, through two windows of host memory in turn."""
+    bounces = [pages(min(WINDOW, image.padded_bytes)) for _ in range(2)]
+    for number, start in enumerate(range(0, image.padded_bytes, WINDOW)):
+        window = bounces[number % 2][: min(WINDOW, image.padded_bytes - start)]
         image.read(start, window)
         yield memoryview(window.numpy().data)
 
 
-class Summing(threading.Thread):
-    """Takes checksums beside the writing. Its own thread, made by whoever calls for a save: an interpreter that is
-    about to end lets running threads finish, but starts no new ones."""
+class Feed(threading.Thread):
+    """Makes windows ready beside the writing: reads the next one and takes its checksums while one is written.
 
-    def __init__(self, image: Image) -> None:
+    Made and started by whoever calls for a save: an interpreter that is about to end lets running threads finish,
+    but starts no new ones.
+    """
+
+    def __init__(self, image: Image, windows: Iterator[memoryview]) -> None:
         super().__init__(name="shardwise checksums")
+        self.image = image
         self.sums = Sums(image)
-        self._windows: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._taken = threading.Semaphore(0)
+        self._windows = windows
+        self._free = threading.Semaphore(2)
+        self._ready: queue.SimpleQueue[memoryview | BaseException | None] = queue.SimpleQueue()
+        self._is_stopped = False
 
     def run(self) -> None:
-        while (window := self._windows.get()) is not None:
-            self.sums.add(window)
-            self._taken.release()
+        try:
+            while self._free.acquire() and not self._is_stopped:
+                window = next(self._windows, None)
+                if window is not None:
+                    self.sums.add(window)
+                self._ready.put(window)
+                if window is None:
+                    return
+        except BaseException as error:  # raised where the windows are used
+            self._ready.put(error)
 
-    def begin(self, window: memoryview) -> None:
-        self._windows.put(window)
-
-    def wait(self) -> None:
-        self._taken.acquire()
+    def windows(self) -> Iterator[memoryview]:
+        """Every window in turn. The last one is free to be filled again when the next is asked for."""
+        while (window := self._ready.get()) is not None:
+            if isinstance(window, BaseException):
+                raise window
+            yield window
+            self._free.release()
 
     def stop(self) -> None:
-        self._windows.put(None)
+        self._is_stopped = True
+        self._free.release()
         self.join()
 
 
-def write_rank(
-    draft: Path, image: Image, windows: Iterator[memoryview], numbers: dict[str, Any], summing: Summing
-) -> None:
+def write_rank(draft: Path, feed: Feed, numbers: dict[str, Any]) -> None:
     """This rank's file, on the disk itself; then a note beside it that says so and what is in it.
 
     The note appears at once or not at all: whoever sees it may rely on the file. If anything fails the file goes, to
     make room, and the note says what happened.
     """
+    image = feed.image
     path = draft / image.name
     try:
         try:
-            _write(path, image.num_bytes, windows, summing)
+            _write(path, image.num_bytes, feed.windows())
         finally:
-            summing.stop()
+            feed.stop()
         note = {
-            "file": vars(image.file(summing.sums.of_head)),
-            "chunks": [vars(chunk) for chunk in image.chunks(summing.sums.of_parts)],
+            "file": vars(image.file(feed.sums.of_head)),
+            "chunks": [vars(chunk) for chunk in image.chunks(feed.sums.of_parts)],
             "numbers": numbers,
         }
         write_text(note_path(path), json.dumps(note))
@@ -137,15 +150,11 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def _write(path: Path, num_bytes: int, windows: Iterator[memoryview], summing: Summing) -> None:
+def _write(path: Path, num_bytes: int, windows: Iterator[memoryview]) -> None:
     handle = _opened(path)
     try:
         for window in windows:
-            summing.begin(window)
-            try:
-                _write_all(handle, window)
-            finally:
-                summing.wait()
+            _write_all(handle, window)
         os.ftruncate(handle, num_bytes)
         os.fsync(handle)
     finally:
