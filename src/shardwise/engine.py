@@ -12,10 +12,22 @@ import torch
 from torch import nn
 
 from shardwise.access import Access
-from shardwise.checkpoint import Content, Keep, Loaded, Request, Saver, Stateful, content_of, find, load, rng
+from shardwise.checkpoint import (
+    Belongings,
+    Content,
+    Keep,
+    Loaded,
+    Request,
+    Saver,
+    Stateful,
+    content_of,
+    find,
+    load,
+    rng,
+)
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
-from shardwise.errors import StateError
+from shardwise.errors import ConfigError, StateError
 from shardwise.mesh import Mesh
 from shardwise.optim import AdoptedOptimizer, vet
 from shardwise.placement import KINDS, Table, mesh_for, table_for
@@ -309,6 +321,48 @@ class Engine:
         self._runner.restore_params()
         return replace(loaded, state=loaded.state["user"])
 
+    def reshard(self, plan: PlanLike) -> None:
+        """Go on by another plan: another table, mesh, units or precision over the same ranks. All ranks call.
+
+        Parameters, optimizer states and counters are kept, and moved between the ranks unit by unit; model, optimizer
+        and schedulers stay the same objects. Between steps: raises `StateError` while gradients wait for one, and
+        `ConfigError` for a plan that cannot be meant here; nothing has been changed then.
+        """
+        self._require_open()
+        loaded = load_plan(plan)
+        mesh = mesh_for(loaded, self.world.size)
+        table = table_for(loaded, mesh)
+        choices = choose_units(self.module, loaded)
+        if len(set(self.world.exchange(loaded.model_dump_json().encode()))) > 1:
+            raise ConfigError("The ranks gave reshard() different plans; give all of them the same.")
+        if self.world.any_rank(any(any(flat.touched) for flat in self._flats)):
+            raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
+        optimizer = self._optimizer.optimizer if self._optimizer is not None else None
+        belongings = Belongings(self._flats, self._optimizer, self.world)
+        self._take_down()
+        self.plan, self.mesh, self.table, self._meter = loaded, mesh, table, ByteMeter()
+        self._units = [
+            make_unit(choice, unit_spec(choice, table, mesh), mesh.coordinate(self.world.rank), self._meter)
+            for choice in choices
+        ]
+        self._units = [unit for unit in self._units if unit.flats]
+        self._flats = [flat for unit in self._units for flat in unit.flats]
+        collectives = self.world.collectives(self._flats[0].device)
+        states: dict[str, dict[str, Any]] = {}
+        for flat in self._flats:
+            states |= belongings.move_into(flat, collectives)
+        self._wire_up(self.module, optimizer)
+        for piece in self._optimizer.pieces if self._optimizer is not None else ():
+            self._require_optimizer().put_state(piece, states.get(piece.name, {}))
+        self._runner.restore_params()
+
+    def _take_down(self) -> None:
+        """Undo `_wire_up`, and let go of the flat buffers."""
+        self._unhook()
+        if self._optimizer is not None:
+            self._optimizer.give_back()
+        del self._units, self._flats, self._runner, self._access, self._verdict, self._optimizer
+
     def _content(self) -> Content:
         own = not self.plan.sync_buffers
         return content_of(self.module, self._flats, self._optimizer, self.world.rank, own_buffers=own)
@@ -453,14 +507,14 @@ class Engine:
             self._saver.close()
         finally:
             self._unhook()
+            if self._owns_world:
+                self.world.close()
 
     def _unhook(self) -> None:
         self._runner.remove()
         self._cast_handle.remove()
         if self._optimizer is not None:
             self._optimizer.release()
-        if self._owns_world:
-            self.world.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -4,9 +4,11 @@ from shardwise.checkpoint.content import Content, Entry, content_of
 from shardwise.checkpoint.folder import checkpoints_in, newest
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.load import Loaded, Stateful, find, load
+from shardwise.checkpoint.reshard import Belongings
 from shardwise.checkpoint.saver import Request, Saver
 
 __all__ = [
+    "Belongings",
     "Content",
     "Entry",
     "Keep",

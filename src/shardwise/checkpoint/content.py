@@ -11,9 +11,9 @@ from torch import nn
 
 from shardwise.checkpoint.codec import encode
 from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
 from shardwise.optim import AdoptedOptimizer
-from shardwise.placement import Axes, Span
+from shardwise.placement import Axes, Slot, Span
+from shardwise.program import FlatSpec
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
@@ -81,45 +81,54 @@ def content_of(
     return content
 
 
-def kept_span(flat: Flat, index: int) -> Span:
-    """Which elements of parameter `index` this rank keeps between steps: master weights, or a frozen one's bytes."""
-    slot = flat.slots[index]
-    return slot.span.overlap(flat.optim_span if flat.spec.trainable else flat.param_span).within(slot.span)
+def kept_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:
+    """Which elements of a parameter the rank at `coordinate` keeps between steps: master weights, or a frozen one's
+    bytes. The optimizer's states are of the same elements."""
+    return slot.span.overlap(_kept(spec, coordinate)).within(slot.span)
 
 
-def share_of(kept: Span, shard: Axes, mesh: Mesh, coordinate: Mapping[str, int]) -> Span:
-    """The part of `kept`, a range of a flat buffer sharded over `shard`, that this copy of it writes.
+def written_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:
+    """Those of them that the rank at `coordinate` gives away: of all copies of an element exactly one.
 
-    Copies lie along the other axes; a flat buffer divides evenly among all ranks, so `kept` does among its copies.
+    Copies lie along the axes over which the buffer is not sharded. It divides evenly among all ranks, and so does what
+    one rank keeps among its copies.
     """
+    shard = _kept_shard(spec)
     place, num_copies = 0, 1
-    for axis in mesh.axes:
+    for axis in spec.mesh.axes:
         if axis not in shard:
-            place = place * mesh.size(axis) + coordinate[axis]
-            num_copies *= mesh.size(axis)
+            place = place * spec.mesh.size(axis) + coordinate[axis]
+            num_copies *= spec.mesh.size(axis)
+    kept = _kept(spec, coordinate)
     part = kept.numel // num_copies
-    return Span(kept.start + place * part, kept.start + (place + 1) * part)
+    mine = Span(kept.start + place * part, kept.start + (place + 1) * part)
+    return slot.span.overlap(mine).within(slot.span)
+
+
+def _kept(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
+    return spec.layout.span(_kept_shard(spec), coordinate)
+
+
+def _kept_shard(spec: FlatSpec) -> Axes:
+    return (spec.table.optim if spec.trainable else spec.table.param).shard
 
 
 def _written(flat: Flat, index: int) -> Span:
-    """The elements of parameter `index` that this rank writes."""
-    place = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
-    kept = flat.optim_span if flat.spec.trainable else flat.param_span
-    slot = flat.slots[index]
-    return slot.span.overlap(share_of(kept, place.shard, flat.spec.mesh, flat.coordinate)).within(slot.span)
+    return written_span(flat.spec, flat.slots[index], flat.coordinate)
 
 
 def _parameter(flat: Flat, index: int) -> Entry:
     """Master weights where there are some; the resting bytes of a frozen parameter."""
-    name, span = flat.slots[index].name, kept_span(flat, index)
-    return Entry("param", name, span, flat.param_piece(index), _written(flat, index))
+    slot = flat.slots[index]
+    kept = kept_span(flat.spec, slot, flat.coordinate)
+    return Entry("param", slot.name, kept, flat.param_piece(index), _written(flat, index))
 
 
 def _add_states(content: Content, optimizer: AdoptedOptimizer) -> None:
     """The optimizer's states of this rank's pieces. Of what is not of the piece's size the first element's rank
     writes what it has; all have the same."""
     for piece in optimizer.pieces:
-        state = optimizer.optimizer.state.get(piece.tensor, {})
+        state = optimizer.state_of(piece)
         if not state:
             continue
         written = _written(piece.flat, piece.index)

@@ -247,14 +247,15 @@ def _fill(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -
 
 def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -> None:
     """Each piece's states, in the memory they have already where it fits."""
-    states = optimizer.optimizer.state
     fresh: dict[torch.Tensor, dict[str, Any]] = {piece.tensor: {} for piece in optimizer.pieces}
     for piece, kind, reads in recipe.states:
         key = kind.removeprefix("state.")
-        had = states.get(piece.tensor, {}).pop(key, None)
+        had = optimizer.state_of(piece).get(key)
         dtype = _state_dtype(reader, piece, kind)
-        fits = isinstance(had, torch.Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype)
-        out = had if fits else torch.empty_like(piece.tensor.detach(), dtype=dtype)
+        if isinstance(had, torch.Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype):
+            out = had
+        else:
+            out = torch.empty_like(piece.tensor.detach(), dtype=dtype)
         for read in reads:
             reader.fill(read, out.detach())
         fresh[piece.tensor][key] = out
@@ -266,7 +267,7 @@ def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -
     for piece in optimizer.pieces:
         numbers = reader.index.numbers.get(piece.name, {}) if piece.span.numel else {}
         fresh[piece.tensor] |= {key: decode(value) for key, value in numbers.items()}
-        states[piece.tensor] = fresh[piece.tensor]
+        optimizer.put_state(piece, fresh[piece.tensor])
 
 
 def _state_dtype(reader: Reader, piece: Piece, kind: str) -> torch.dtype:
