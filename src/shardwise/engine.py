@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -362,6 +363,7 @@ class Engine:
         if self._optimizer is not None:
             self._optimizer.give_back()
         del self._units, self._flats, self._runner, self._access, self._verdict, self._optimizer
+        gc.collect()  # runner and hooks know each other, and would keep the old buffers until it is too late
 
     def _content(self) -> Content:
         own = not self.plan.sync_buffers
