@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.codec import bytes_tensor, dtype_name
 from shardwise.checkpoint.content import Content, Entry
-from shardwise.checkpoint.index import BLOCK_BYTES, Chunk, File
+from shardwise.checkpoint.index import Chunk, File, block_bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.placement import Span
 
@@ -103,6 +103,7 @@ class Image:
                 dtype=dtype_name(part.source.dtype),
                 offset=part.offset,
                 num_bytes=part.num_bytes,
+                block_bytes=block_bytes_of(part.num_bytes),
                 crc32=crc32,
                 shape=None if part.shape is None else list(part.shape),
             )
@@ -222,6 +223,6 @@ class Sums:
 def _blocks(regions: list[Span]) -> Iterator[tuple[Span | None, int]]:
     """What has a sum of its own, with the number of the region that it is in. The first region, the head, has one."""
     for number, region in enumerate(regions):
-        size = BLOCK_BYTES if number else region.numel
+        size = block_bytes_of(region.numel) if number else region.numel
         for start in range(region.start, region.stop, size):
             yield Span(start, min(start + size, region.stop)), number

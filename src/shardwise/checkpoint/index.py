@@ -1,8 +1,8 @@
 """The index of a checkpoint: which elements of which tensor lie in which bytes of which file, and their checksums.
 
-[Note: checksums] Every chunk is summed in blocks of `block_bytes`, so that a rank that needs a part of a chunk checks
-what it reads and reads little more than it needs. The head of each file and the index itself have sums of their own:
-no byte of a checkpoint is without one.
+[Note: checksums] Every chunk is summed in blocks, at most 64 of them, so that a rank that needs a part of a chunk
+checks what it reads and reads little more than it needs, and so that the index stays small. The head of each file and
+the index itself have sums of their own: no byte of a checkpoint is without one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from shardwise.errors import CheckpointError
 
 FORMAT = 2
 INDEX = "index.json"
-BLOCK_BYTES = 2**20
+LEAST_BLOCK_BYTES = 2**16
+MOST_BLOCKS = 64
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Chunk:
 
     `kind` is `param`, `buffer`, `state.KEY` of an optimizer, or `rank`: what one rank remembers, as JSON. With `shape`
     it is whole and not made of the parameter's elements (a state that is a scalar); both ends are then 0.
-    `crc32` has a sum per block of `block_bytes`.
+    `crc32` has a sum for each `block_bytes` of them.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Chunk:
     dtype: str
     offset: int
     num_bytes: int
+    block_bytes: int
     crc32: list[int]
     shape: list[int] | None = None
 
@@ -67,13 +69,20 @@ class Index:
     metrics: dict[str, float] = field(default_factory=dict)
     files: list[File] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    block_bytes: int = BLOCK_BYTES
 
     def to_json(self) -> str:
         body = {one.name: getattr(self, one.name) for one in fields(self)}
         body |= {"files": [vars(file) for file in self.files], "chunks": [vars(chunk) for chunk in self.chunks]}
         text = _canonical(body)
         return f'{{"format": {FORMAT}, "crc32": {zlib.crc32(text.encode())}, "index": {text}}}\n'
+
+
+def block_bytes_of(num_bytes: int) -> int:
+    """How large the blocks are in which a chunk of `num_bytes` is summed."""
+    size = LEAST_BLOCK_BYTES
+    while size * MOST_BLOCKS < num_bytes:
+        size *= 2
+    return size
 
 
 def read_index(folder: Path) -> Index:

@@ -99,10 +99,11 @@ class FolderLock:
     def _holder(self) -> Holder | None:
         """Whoever the file names; nobody if it is not there or was cut off by a crash."""
         try:
-            return Holder(**json.loads(self._path.read_text()))
+            said = json.loads(self._path.read_text())
+            return Holder(str(said["host"]), int(said["pid"]), float(said["began"]))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, KeyError):
             return Holder("an unknown host", 0, 0.0)
 
     def _make(self) -> bool:

@@ -22,8 +22,8 @@ from shardwise.checkpoint.index import Chunk, File, Index
 from shardwise.errors import CheckpointError
 from shardwise.placement import Span
 
-NUM_BLOCKS = 4
-"""Blocks read at once. With `index.BLOCK_BYTES` this is the memory that reading takes besides what it fills."""
+SCRATCH_BYTES = 2**22
+"""Read at once, or the largest block if that is more: the memory that reading takes besides what it fills."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Reader:
         self._path = path
         self._files = {file.name: file for file in index.files}
         self._handles: dict[str, int] = {}
-        self._scratch = torch.empty(NUM_BLOCKS * index.block_bytes, dtype=torch.uint8)
+        largest = max((chunk.block_bytes for chunk in index.chunks), default=0)
+        self._scratch = torch.empty(max(SCRATCH_BYTES, largest), dtype=torch.uint8)
         self._chunks: dict[tuple[str, str], list[Chunk]] = defaultdict(list)
         self._kinds: dict[str, list[str]] = defaultdict(list)
         for chunk in index.chunks:
@@ -121,11 +122,12 @@ class Reader:
 
     def _pieces(self, read: Read) -> Iterator[torch.Tensor]:
         """The elements in order, a few blocks at a time. Each is only good until the next is asked for."""
-        chunk, size = read.chunk, self.index.block_bytes
+        chunk, size = read.chunk, read.chunk.block_bytes
+        at_once = len(self._scratch) // size * size
         dtype = dtype_of(chunk.dtype)
         wanted = Span(read.span.start * dtype.itemsize, read.span.stop * dtype.itemsize)
-        for start in range(wanted.start // size * size, wanted.stop, NUM_BLOCKS * size):
-            end = min(start + NUM_BLOCKS * size, -(-wanted.stop // size) * size, chunk.num_bytes)
+        for start in range(wanted.start // size * size, wanted.stop, at_once):
+            end = min(start + at_once, -(-wanted.stop // size) * size, chunk.num_bytes)
             blocks = self._scratch[: end - start]
             self._read(chunk, start, blocks)
             common = wanted.overlap(Span(start, end)).within(Span(start, end))
@@ -146,7 +148,7 @@ class Reader:
                 raise CheckpointError(f"{path} ends in {chunk.kind} {chunk.name}; it was cut.")
             done += count
         self.num_bytes_read += len(view)
-        size = self.index.block_bytes
+        size = chunk.block_bytes
         for at in range(0, len(view), size):
             number = (start + at) // size
             if number >= len(chunk.crc32) or zlib.crc32(view[at : at + size]) != chunk.crc32[number]:
