@@ -141,6 +141,11 @@ def test_the_latest_is_taken_and_a_draft_never(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003", "step-00000008"]
 
 
+def everything(engine: sw.Engine) -> dict[str, torch.Tensor]:
+    """This rank's pieces, states and buffers, copied."""
+    return {entry.key: entry.tensor.detach().clone() for entry in engine._content().entries}
+
+
 def saved(folder: Path) -> Path:
     def work(engine: sw.Engine) -> Any:
         train(engine, range(1))
@@ -224,15 +229,20 @@ def test_damage_is_refused_by_name_and_changes_nothing(damage: str, tmp_path: Pa
     hurt(saved(tmp_path))
 
     def work(engine: sw.Engine) -> Any:
-        before = full_params(engine)
+        scheduler = torch.optim.lr_scheduler.StepLR(engine._require_optimizer().optimizer, 2)
+        train(engine, range(2))
+        scheduler.step()
+        before, lr, last = everything(engine), scheduler.get_last_lr(), scheduler.state_dict()
         with pytest.raises(CheckpointError) as caught:
             engine.resume(tmp_path)
-        after = full_params(engine)
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        after = everything(engine)
+        assert all(torch.equal(before[key], after[key]) for key in before | after)
+        assert (engine.num_steps, scheduler.get_last_lr(), scheduler.state_dict()) == (2, lr, last)
         return str(caught.value)
 
-    for letter in on_ranks(2, work, {"preset": "zero3"}):
-        assert words in letter
+    letters = on_ranks(2, work, {"preset": "zero3"})
+    assert words in letters[0]
+    assert letters[0] == letters[1]
 
 
 def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:

@@ -173,20 +173,26 @@ class Saver:
 
     def _write_behind(self, request: Request, shell: Content, draft: Path, feed: Feed) -> None:
         """This rank's file; on rank 0 then the others' notes, and the checkpoint appears. In the background."""
-        try:
+        if self._world.rank:
             write_rank(draft, feed, shell.numbers)
-            if self._world.rank == 0:
-                self._await_notes(draft)
-                self._publish(request, shell, draft)
+            return
+        try:
+            try:
+                write_rank(draft, feed, shell.numbers)
+            except Exception:
+                with contextlib.suppress(CheckpointError):
+                    self._await_notes(draft)  # a folder in which others still write cannot be removed
+                raise
+            self._await_notes(draft)
+            self._publish(request, shell, draft)
         except BaseException:
-            if self._world.rank == 0:
-                shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(draft, ignore_errors=True)
             raise
 
     def _await_notes(self, draft: Path) -> None:
-        """Look until every rank has left its note. Waits as long as files grow; then for `timeout_seconds`."""
+        """Look until every other rank has left its note. Waits as long as files grow; then for `timeout_seconds`."""
         started, seen, pause = time.monotonic(), -1, LOOK_SECONDS[0]
-        missing = set(range(self._world.size))
+        missing = set(range(1, self._world.size))
         while missing:
             missing -= {rank for rank in missing if folders.read_note(draft, _file_name(rank)) is not None}
             size = _bytes_in(draft)
