@@ -49,7 +49,10 @@ class Holder:
         if self.host != socket.gethostname():
             return True
         try:
-            return not self.is_same(Holder(self.host, self.pid, psutil.Process(self.pid).create_time()))
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:  # it has ended, and nobody has asked how
+                return True
+            return not self.is_same(Holder(self.host, self.pid, process.create_time()))
         except psutil.NoSuchProcess:
             return True
         except psutil.AccessDenied:
