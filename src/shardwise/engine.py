@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -124,7 +125,7 @@ class Engine:
         self.num_steps = 0
         self.gradient_norm: float | None = None
         """The global 2-norm before clipping, of the last step; infinite where it overflowed and was not taken."""
-        self.scaler: LossScaler | None = LossScaler(plan.loss_scale) if plan.precision == "fp16" else None
+        self.scaler = _scaler_for(plan)
         self._owns_world = owns_world
         self._is_open = True
         self._meter = ByteMeter()
@@ -333,7 +334,7 @@ class Engine:
         loaded = load_plan(plan)
         mesh = mesh_for(loaded, self.world.size)
         table = table_for(loaded, mesh)
-        choices = choose_units(self.module, loaded)
+        choices, rows = choose_units(self.module, loaded), rows_for(self.module, loaded, mesh)
         if len(set(self.world.exchange(loaded.model_dump_json().encode()))) > 1:
             raise ConfigError("The ranks gave reshard() different plans; give all of them the same.")
         if self.world.any_rank(any(any(flat.touched) for flat in self._flats)):
@@ -341,11 +342,11 @@ class Engine:
         optimizer = self._optimizer.optimizer if self._optimizer is not None else None
         belongings = Belongings(self._flats, self._optimizer, self.world)
         self._take_down()
+        if loaded.precision != self.plan.precision:
+            self.scaler = _scaler_for(loaded)
         self.plan, self.mesh, self.table, self._meter = loaded, mesh, table, ByteMeter()
-        self._units = [
-            make_unit(choice, unit_spec(choice, table, mesh), mesh.coordinate(self.world.rank), self._meter)
-            for choice in choices
-        ]
+        coordinate = mesh.coordinate(self.world.rank)
+        self._units = [make_unit(choice, rows, mesh, coordinate, self._meter) for choice in choices]
         self._units = [unit for unit in self._units if unit.flats]
         self._flats = [flat for unit in self._units for flat in unit.flats]
         collectives = self.world.collectives(self._flats[0].device)
@@ -593,6 +594,10 @@ class Engine:
                 "This engine has no optimizer; give one to shard(model, plan, optimizer=...) to take steps."
             )
         return self._optimizer
+
+
+def _scaler_for(plan: Plan) -> LossScaler | None:
+    return LossScaler(plan.loss_scale) if plan.precision == "fp16" else None
 
 
 def _build_units(model: nn.Module, plan: Plan, mesh: Mesh, world: World, meter: ByteMeter) -> list[Unit]:

@@ -19,9 +19,10 @@ DIES = Path(__file__).with_name("dies_while_saving.py")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
 
 
+@pytest.mark.timeout(240)
 def test_faults_of_one_process(tmp_path: Path) -> None:
     """See the scenarios; they share a process because importing torch takes longer than they do."""
     scenarios = ["killed", "full", "read_only", "two_jobs", "end_without_closing"]
@@ -41,6 +42,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     assert "really_full: refused twice" in done.stdout
 
 
+@pytest.mark.timeout(240)
 def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
     """Killed in the middle of its file, in the background: the job ends, and goes on from the one before."""
     folder = tmp_path / "checkpoints"
