@@ -14,11 +14,11 @@ import logging
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import shardwise as sw
 MIB = 2**20
 WIDTH = 512
 STATES = 3  # a parameter in fp32 and Adam's two moments
-CHILLED = 8  # training steps while a background save writes
+STEPS_BESIDE = 8  # training steps while a background save writes, and after it
 
 
 class Block(nn.Module):
@@ -57,8 +57,8 @@ def main() -> None:
         model = nn.Sequential(*(Block() for _ in range(max(1, args.mib * MIB // block_bytes))))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         with (
+            shared_folder(world, args.folder) as folder,
             sw.shard(model, "zero3", optimizer=optimizer, world=world) as engine,
-            folder_for(world, args.folder) as folder,
         ):
             for _ in range(3):
                 step(engine)
@@ -76,45 +76,25 @@ def step(engine: sw.Engine) -> float:
     return time.perf_counter() - started
 
 
+Seconds = dict[str, list[float]]
+
+
 def measure(
     engine: sw.Engine, optimizer: torch.optim.Optimizer, folder: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Everything in turns, so that a disk that is slow for a while is slow for all; the first turn warms up."""
-    seconds: dict[str, list[float]] = {}
-    num_bytes: dict[str, int] = {}
-    local, remote = engine.world.rank, engine.world.size
-
-    def timed(name: str, work: Callable[[], object]) -> None:
-        engine.world.barrier()
-        started = time.perf_counter()
-        work()
-        engine.world.barrier()
-        seconds.setdefault(name, []).append(time.perf_counter() - started)
-
+    seconds: Seconds = {}
     for turn in range(args.turns + 1):
         path = folder / f"turn-{turn}"
-        timed("sync", lambda: engine.save(path / "sync"))
-        num_bytes["shardwise"] = size_of(path / "sync")
-        timed("dd", lambda: local == 0 and dd(path / "dd", num_bytes["shardwise"]))
-        timed("stall", lambda: engine.save(path / "async", wait=False))
-        during = [step(engine) for _ in range(CHILLED)]
-        timed("rest of the background save", engine.wait_for_save)
-        quiet = [step(engine) for _ in range(CHILLED)]
-        seconds.setdefault("step during", []).append(statistics.median(during))
-        seconds.setdefault("step quiet", []).append(statistics.median(quiet))
-        timed("resume", lambda: engine.resume(path / "sync"))
-        if args.dcp:
-            timed("dcp save", lambda: dcp_save(engine, optimizer, path / "dcp"))
-            timed("dcp load", lambda: dcp_load(engine, optimizer, path / "dcp"))
-            num_bytes["dcp"] = size_of(path / "dcp")
+        num_bytes = one_turn(engine, optimizer, path, seconds, with_dcp=args.dcp)
         engine.world.barrier()
-        if local == 0:
+        if engine.world.rank == 0:
             shutil.rmtree(path)
         engine.world.barrier()
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
     medians["first stall"] = seconds["stall"][0]
     return {
-        "ranks": remote,
+        "ranks": engine.world.size,
         "state_bytes": num_bytes["shardwise"],
         "dcp_bytes": num_bytes.get("dcp"),
         "seconds": medians,
@@ -123,6 +103,35 @@ def measure(
         "sync_of_dd": medians["dd"] / medians["sync"],
         "all_seconds": seconds,
     }
+
+
+def one_turn(
+    engine: sw.Engine, optimizer: torch.optim.Optimizer, path: Path, seconds: Seconds, *, with_dcp: bool
+) -> dict[str, int]:
+    """Each thing once; returns what is on disk of it."""
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        engine.world.barrier()
+        started = time.perf_counter()
+        work()
+        engine.world.barrier()
+        seconds.setdefault(name, []).append(time.perf_counter() - started)
+
+    timed("sync", lambda: engine.save(path / "sync"))
+    num_bytes = {"shardwise": size_of(path / "sync")}
+    timed("dd", lambda: engine.world.rank == 0 and dd(path / "dd", num_bytes["shardwise"]))
+    timed("stall", lambda: engine.save(path / "async", wait=False))
+    during = [step(engine) for _ in range(STEPS_BESIDE)]
+    timed("rest of the background save", engine.wait_for_save)
+    quiet = [step(engine) for _ in range(STEPS_BESIDE)]
+    seconds.setdefault("step during", []).append(statistics.median(during))
+    seconds.setdefault("step quiet", []).append(statistics.median(quiet))
+    timed("resume", lambda: engine.resume(path / "sync"))
+    if with_dcp:
+        timed("dcp save", lambda: dcp_save(engine, optimizer, path / "dcp"))
+        timed("dcp load", lambda: dcp_load(engine, optimizer, path / "dcp"))
+        num_bytes["dcp"] = size_of(path / "dcp")
+    return num_bytes
 
 
 def dd(path: Path, num_bytes: int) -> None:
@@ -164,21 +173,15 @@ def dcp_load(engine: sw.Engine, optimizer: torch.optim.Optimizer, path: Path) ->
         dcp.load(dcp_state(engine, optimizer), checkpoint_id=path, no_dist=engine.world.size == 1)
 
 
-class folder_for:  # noqa: N801  # read as a function: `with folder_for(world, where) as folder`
+@contextmanager
+def shared_folder(world: sw.World, where: str) -> Iterator[Path]:
     """A temporary folder that all ranks share; rank 0 makes it and removes it."""
-
-    def __init__(self, world: sw.World, where: str) -> None:
-        self._world, self._where = world, where
-
-    def __enter__(self) -> Path:
-        made = tempfile.mkdtemp(prefix="shardwise-", dir=self._where) if self._world.rank == 0 else ""
-        self._path = Path(self._world.exchange(made.encode())[0].decode())
-        return self._path
-
-    def __exit__(self, *_: object) -> None:
-        self._world.barrier()
-        if self._world.rank == 0:
-            shutil.rmtree(self._path, ignore_errors=True)
+    made = tempfile.mkdtemp(prefix="shardwise-", dir=where) if world.rank == 0 else ""
+    path = Path(world.exchange(made.encode())[0].decode())
+    yield path
+    world.barrier()
+    if world.rank == 0:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def report(figures: dict[str, Any]) -> str:
@@ -208,4 +211,4 @@ def parse_arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    sys.exit(main())
+    main()

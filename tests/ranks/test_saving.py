@@ -66,14 +66,18 @@ def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, mon
     def work(engine: sw.Engine) -> None:
         train(engine, 2)
         expected = whole(engine)
-        engine.save(tmp_path, wait=False)
+        state = {"epochs": [1]}
+        engine.save(tmp_path, wait=False, state=state)
+        state["epochs"].append(2)
         train(engine, 2)
         assert checkpoints_in(tmp_path) == {}
         engine.world.barrier()
         slow.go.set()
         engine.wait_for_save()
         assert list(checkpoints_in(tmp_path)) == [2]
-        assert engine.resume(tmp_path) is not None
+        resumed = engine.resume(tmp_path)
+        assert resumed is not None
+        assert resumed.state == {"epochs": [1]}
         there = whole(engine)
         assert all(torch.equal(expected[name], there[name]) for name in expected)
 

@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,7 +81,7 @@ class Saver:
         what goes wrong after that is raised by the next call of `save` or `settle`, or by `close`.
         """
         self.settle()
-        image, draft = self._prepare(request, content)
+        request, image, draft = self._prepare(request, content)
         what = f"The checkpoint {request.target} could not be written"
         if wait:
             self._write_now(request, content, draft, Feed(image, live(image)), what)
@@ -119,22 +119,26 @@ class Saver:
 
     # -- before anything is written ---------------------------------------------------------------------
 
-    def _prepare(self, request: Request, content: Content) -> tuple[Image, Path]:
-        """What this rank will write, and an empty draft with room for what all of them will."""
+    def _prepare(self, request: Request, content: Content) -> tuple[Request, Image, Path]:
+        """What this rank will write, and an empty draft with room for what all of them will.
+
+        The request comes back with its state as it is now: the caller may change it while it is being written.
+        """
         what = f"The checkpoint {request.target} could not be begun"
         images: list[Image] = []
+        states: list[dict[str, Any]] = []
 
         def lay_out() -> dict[str, Any]:
             memories = {f"rank/{self._world.rank}": json.dumps(encode(dict(request.memories), "memories")).encode()}
             images.append(image_of(_file_name(self._world.rank), content, memories))
-            encode(dict(request.state))
+            states.append(encode(dict(request.state)))
             return {"bytes": images[0].num_bytes, "token": f"{os.getpid()}-{secrets.token_hex(4)}"}
 
         told = self._agree(lay_out, what, None)
         draft = request.folder / f"{folders.WRITING}{request.target.name}-{told[0]['token']}"
         total = sum(said["bytes"] for said in told)
         self._agree(lambda: self._open(request.folder, draft, total) if self._world.rank == 0 else None, what, None)
-        return images[0], draft
+        return replace(request, state=states[0]), images[0], draft
 
     def _open(self, folder: Path, draft: Path, num_bytes: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +254,7 @@ def _index(request: Request, content: Content, notes: list[dict[str, Any]]) -> I
         step=request.step,
         world_size=len(notes),
         layout=request.layout,
-        state=encode(dict(request.state)),
+        state=dict(request.state),
         shapes={name: list(shape) for name, shape in content.shapes.items()},
         groups=content.groups,
         versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
