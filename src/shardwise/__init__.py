@@ -16,16 +16,18 @@ from shardwise.version import __version__
 
 if TYPE_CHECKING:
     from shardwise import data
+    from shardwise.checkpoint import Keep
     from shardwise.comm import World
     from shardwise.config import Plan, load_plan
     from shardwise.engine import Engine, shard
     from shardwise.errors import ShardwiseError
     from shardwise.mesh import Mesh
 
-__all__ = ["Engine", "Mesh", "Plan", "ShardwiseError", "World", "__version__", "data", "load_plan", "shard"]
+__all__ = ["Engine", "Keep", "Mesh", "Plan", "ShardwiseError", "World", "__version__", "data", "load_plan", "shard"]
 
 _HOMES = {
     "Engine": "shardwise.engine",
+    "Keep": "shardwise.checkpoint",
     "Mesh": "shardwise.mesh",
     "Plan": "shardwise.config",
     "ShardwiseError": "shardwise.errors",
