@@ -20,9 +20,22 @@ if TYPE_CHECKING:
     from shardwise.config import Plan, load_plan
     from shardwise.engine import Engine, shard
     from shardwise.errors import ShardwiseError
+    from shardwise.formats import convert, inspect
     from shardwise.mesh import Mesh
 
-__all__ = ["Engine", "Mesh", "Plan", "ShardwiseError", "World", "__version__", "data", "load_plan", "shard"]
+__all__ = [
+    "Engine",
+    "Mesh",
+    "Plan",
+    "ShardwiseError",
+    "World",
+    "__version__",
+    "convert",
+    "data",
+    "inspect",
+    "load_plan",
+    "shard",
+]
 
 _HOMES = {
     "Engine": "shardwise.engine",
@@ -30,6 +43,8 @@ _HOMES = {
     "Plan": "shardwise.config",
     "ShardwiseError": "shardwise.errors",
     "World": "shardwise.comm",
+    "convert": "shardwise.formats",
+    "inspect": "shardwise.formats",
     "load_plan": "shardwise.config",
     "shard": "shardwise.engine",
 }

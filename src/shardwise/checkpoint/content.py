@@ -42,13 +42,14 @@ class Content:
     entries: list[Entry] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    ties: dict[str, str] = field(default_factory=dict)
 
 
 def content_of(
     model: nn.Module, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, coordinate: Mapping[str, int]
 ) -> Content:
     """The content as it lies on the rank at `coordinate` of the mesh."""
-    content = Content()
+    content = Content(ties=_ties(model))
     for flat in flats:
         for index, slot in enumerate(flat.slots):
             content.shapes[slot.name] = slot.shape
@@ -60,11 +61,25 @@ def content_of(
         content.entries.append(Entry("buffer", name, Span(0, tensor.numel()), tensor, _is_first_copy((), coordinate)))
     if optimizer is not None:
         content.entries += _states(optimizer, coordinate)
-        content.groups = [
-            {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
-            for group in optimizer.optimizer.param_groups
-        ]
+        content.groups = _groups(optimizer)
     return content
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Further names of a parameter, and the first one, under which it is kept."""
+    first = {param: name for name, param in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[param] for name, param in every if first[param] != name}
+
+
+def _groups(optimizer: AdoptedOptimizer) -> list[dict[str, Any]]:
+    """Hyper-parameters, and under `params` the names of those that they are for."""
+    names: dict[Tensor, str] = {piece.tensor: piece.name for piece in optimizer.pieces}
+    return [
+        {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
+        | {"params": [names[param] for param in group["params"] if param in names]}
+        for group in optimizer.optimizer.param_groups
+    ]
 
 
 def _is_first_copy(shard: Axes, coordinate: Mapping[str, int]) -> bool:

@@ -43,7 +43,10 @@ class Index:
     state: dict[str, Any]
     shapes: dict[str, list[int]]
     groups: list[dict[str, Any]]
+    """One per parameter group of the optimizer: its settings, and under `params` the names of its parameters."""
     versions: dict[str, str]
+    ties: dict[str, str] = field(default_factory=dict)
+    """Further names of a parameter, and the name it has here."""
     files: list[File] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     rng: list[dict[str, Any]] = field(default_factory=list)

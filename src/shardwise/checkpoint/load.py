@@ -104,7 +104,7 @@ class _Reader:
         self._path = path
         self._chunks: dict[tuple[str, str], list[Chunk]] = defaultdict(list)
         for chunk in index.chunks:
-            self._chunks[chunk.kind, chunk.name].append(chunk)
+            self._chunks[_kind(chunk.kind), chunk.name].append(chunk)
 
     def kinds_of(self, name: str) -> list[str]:
         return [kind for kind, owner in self._chunks if owner == name]
@@ -126,7 +126,7 @@ class _Reader:
 
     def _read_into(self, out: torch.Tensor, kind: str, name: str, span: Span) -> None:
         missing = span.numel
-        for chunk in self._chunks[kind, name]:
+        for chunk in self._chunks[_kind(kind), name]:
             common = span.overlap(Span(chunk.start, chunk.stop))
             if common.numel:
                 here, there = common.within(span), common.within(Span(chunk.start, chunk.stop))
@@ -152,6 +152,11 @@ class _Reader:
             return tensor
 
 
+def _kind(kind: str) -> str:
+    """Formats that checkpoints are converted from do not tell buffers from parameters; no model has both of one name."""
+    return "param" if kind == "buffer" else kind
+
+
 @contextlib.contextmanager
 def _opened(path: Path, key: str) -> Iterator[Any]:
     try:
@@ -162,13 +167,17 @@ def _opened(path: Path, key: str) -> Iterator[Any]:
 
 
 def _restore_optimizer(optimizer: AdoptedOptimizer, reader: _Reader) -> None:
+    """Hyper-parameters and states; a checkpoint that has neither, of weights alone, leaves the optimizer as it is."""
     groups = optimizer.optimizer.param_groups
+    if not reader.index.groups:
+        return
     if len(groups) != len(reader.index.groups):
         raise CheckpointError(
             f"The checkpoint's optimizer has {len(reader.index.groups)} parameter groups, this one has {len(groups)}."
         )
     for group, saved in zip(groups, reader.index.groups, strict=True):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+        settings = {key: value for key, value in saved.items() if key != "params"}
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
     for piece in optimizer.pieces:
         kinds = [kind for kind in reader.kinds_of(piece.name) if kind.startswith("state.")]
         state: dict[str, Any] = {}

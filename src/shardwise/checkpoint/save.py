@@ -92,6 +92,7 @@ def _index(
         state=state,
         shapes={name: list(shape) for name, shape in content.shapes.items()},
         groups=content.groups,
+        ties=content.ties,
         versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
         files=[File(**report["file"]) for report in reports],
         chunks=[Chunk(**chunk) for report in reports for chunk in report["chunks"]],
