@@ -153,7 +153,7 @@ class _Reader:
 
 
 def _kind(kind: str) -> str:
-    """Formats that checkpoints are converted from do not tell buffers from parameters; no model has both of one name."""
+    """Some formats that are converted from do not tell buffers from parameters; no model has both of one name."""
     return "param" if kind == "buffer" else kind
 
 

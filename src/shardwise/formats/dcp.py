@@ -1,12 +1,12 @@
 """Torch's own distributed checkpoints (DCP), written and read without a process group, a tensor at a time.
 
-A folder has `.metadata`, a pickle of torch's `Metadata`, which says which bytes of which `*.distcp` file hold which chunk
-of which key; every chunk is a `torch.save` of its own. The keys are those of FSDP2's
-`get_state_dict`: `model.NAME`, `optim.state.NAME.KEY`, `optim.param_groups.N.KEY`.
+A folder has `.metadata`, a pickle of torch's `Metadata`, which says which bytes of which `*.distcp` file
+hold which chunk of which key; every chunk is a `torch.save` of its own. The keys are those of FSDP2's `get_state_dict`:
+`model.NAME`, `optim.state.NAME.KEY`, `optim.param_groups.N.KEY`.
 
 [Note: why not torch's writer] `dcp.save` keeps every tensor of a file until the file is finished
-(`_write_files_from_queue` in `torch/distributed/checkpoint/filesystem.py`, 2.13), so a checkpoint as large as memory could not
-be written in one process. The layout is torch's; the tests read it with torch's loader.
+(`_write_files_from_queue` in `torch/distributed/checkpoint/filesystem.py`, 2.13), so a checkpoint as
+large as memory could not be written in one process. The layout is torch's; the tests read it with torch's loader.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def open_dcp(path: Path) -> Source:
         path=path,
         specs=tuple(homes),
         read=lambda spec: store.tensor(homes[spec], spec),
-        groups=_groups(store, settings, {spec.name for spec in homes if spec.is_state}),
+        groups=_groups(store, settings),
         user=user,
         facts={"keys": {"model": names.model, "optim": names.optim}},
         files=stored_files(path),
@@ -100,7 +100,7 @@ def _known_classes() -> dict[str, Any]:
         **dtypes,
         f"{encoding.__module__}.{encoding.__name__}": encoding,
         "torch.Size": torch.Size,
-        "torch.serialization._get_layout": torch.serialization._get_layout,  # type: ignore[attr-defined]
+        "torch.serialization._get_layout": torch.serialization._get_layout,
         "pathlib.PosixPath": Path,
         "pathlib._local.PosixPath": Path,
         "collections.OrderedDict": dict,
@@ -117,7 +117,7 @@ class _Store:
     def tensor(self, key: str, spec: Spec) -> Tensor:
         whole = torch.empty(spec.shape, dtype=spec.dtype)
         missing = spec.numel
-        for chunk in self._meta.state_dict_metadata[key].chunks:
+        for chunk in self._chunks(key):
             piece = self._load(MetadataIndex(key, chunk.offsets))
             place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
             if tuple(piece.shape) != tuple(chunk.sizes):
@@ -127,6 +127,10 @@ class _Store:
         if missing > 0:
             raise CheckpointError(f"{self._path} lacks {missing} elements of {key}; it is incomplete.")
         return whole
+
+    def _chunks(self, key: str) -> list[ChunkStorageMetadata]:
+        said = self._meta.state_dict_metadata[key]
+        return said.chunks if isinstance(said, TensorStorageMetadata) else []
 
     def object(self, key: str) -> Any:
         return self._load(MetadataIndex(key))
@@ -209,7 +213,7 @@ def _plain_objects(store: _Store, keys: list[str], meta: Metadata) -> tuple[dict
     return user, left_out
 
 
-def _groups(store: _Store, settings: Mapping[str, str], names: set[str]) -> list[dict[str, Any]]:
+def _groups(store: _Store, settings: Mapping[str, str]) -> list[dict[str, Any]]:
     """The optimizer's groups, of either form that torch writes: by number, or flattened to one for each parameter."""
     by_owner: dict[str, dict[str, Any]] = {}
     for rest, key in settings.items():

@@ -69,9 +69,10 @@ def open_deepspeed(path: Path) -> Source:
 
 def _source(folder: Path, stage: str, models: list[dict[str, Any]], pieces: Pieces, groups: Groups) -> Source:
     model = models[0]
-    pieces = {**pieces, **_frozen(models, stage), **_buffers(model)}
-    if stage == "0":
-        pieces |= _plain_weights(model, pieces)
+    known = {spec.name for spec in pieces}
+    pieces |= {spec: one for spec, one in _frozen(models).items() if spec.name not in known}
+    pieces |= _buffers(model)
+    pieces |= _in_module(model, pieces)
     names = {spec.name for spec in pieces if spec.kind in (PARAM, BUFFER)}
     ties = {alias: name for alias, name in dict(model.get("shared_params") or {}).items() if name in names}
     user, left_out = _user(model)
@@ -170,7 +171,7 @@ def _check_count(folder: Path, optims: list[Any], counts: Any) -> None:
     expected = max(counts) if isinstance(counts, list) else int(counts)
     if expected != len(optims):
         raise CheckpointError(
-            f"{folder} has {len(optims)} files *_optim_states.pt, but was written by {expected} ranks; it is incomplete."
+            f"{folder} has {len(optims)} files *_optim_states.pt, but {expected} ranks wrote it; it is incomplete."
         )
 
 
@@ -186,24 +187,23 @@ def _buffers(model: dict[str, Any]) -> Pieces:
     return {_spec(BUFFER, name, one.shape, one): Parts((one,)) for name, one in found.items()}
 
 
-def _frozen(models: list[dict[str, Any]], stage: str) -> Pieces:
-    """Parameters that the optimizer does not own; in stage 3 each rank has its part of them, else all of them."""
-    ranks = models if stage == "3" else models[:1]
-    shapes = models[0].get("frozen_param_shapes") or {}
+def _frozen(models: list[dict[str, Any]]) -> Pieces:
+    """Parameters that the optimizer does not own, where DeepSpeed lists them; in stage 3 each rank has its part."""
+    listed = models[0].get("frozen_param_shapes") or {}
+    fragments = [model.get("frozen_param_fragments") or {} for model in models]
     pieces: Pieces = {}
-    for name, shape in shapes.items():
-        if "frozen_param_fragments" in ranks[0] and ranks[0]["frozen_param_fragments"] is not None:
-            parts = tuple(rank["frozen_param_fragments"][name] for rank in ranks)
-        else:  # stage 1 leaves them in the module, where they are whole
-            parts = (models[0]["module"][name],)
+    for name, shape in listed.items():
+        is_whole = fragments[0][name].numel() == math.prod(shape)
+        parts = tuple(rank[name] for rank in (fragments[:1] if is_whole else fragments))
         pieces[_spec(PARAM, name, shape, parts[0])] = Parts(parts)
     return pieces
 
 
-def _plain_weights(model: dict[str, Any], known: Pieces) -> Pieces:
+def _in_module(model: dict[str, Any], known: Pieces) -> Pieces:
+    """Whole parameters of the model file that are nowhere else: all without ZeRO, frozen ones in stage 1."""
     names = {spec.name for spec in known} | set(model.get("shared_params") or {})
     module = {name: one for name, one in model["module"].items() if isinstance(one, Tensor) and name not in names}
-    return {_spec(PARAM, name, one.shape, one): Parts((one,)) for name, one in module.items()}
+    return {_spec(PARAM, name, one.shape, one): Parts((one,)) for name, one in module.items() if one.numel()}
 
 
 def _user(model: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -352,9 +352,9 @@ def _groups_of_stage_3(model: dict[str, Any], optim: dict[str, Any]) -> Groups:
 
 def _universal(folder: Path, model: dict[str, Any]) -> tuple[Pieces, Groups]:
     """One folder for each parameter, with a file for the master weight and for each state."""
-    shapes = {name: shape for group in _shape_groups(model) for name, shape in group.items()}
+    groups = [*_shape_groups(model), model.get("frozen_param_shapes") or {}]
     pieces: Pieces = {}
-    for name, shape in shapes.items():
+    for name, shape in (item for group in groups for item in group.items()):
         if not (folder / "zero" / name / "fp32.pt").is_file():
             raise CheckpointError(f"{folder / 'zero' / name} has no fp32.pt; the checkpoint is incomplete.")
         for file in sorted((folder / "zero" / name).glob("*.pt")):

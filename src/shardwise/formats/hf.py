@@ -1,6 +1,7 @@
 """Folders of Hugging Face: `model.safetensors` or its shards, an index of them, and a configuration.
 
-Read without the transformers library. Older folders with `pytorch_model.bin` are read too, without running their pickles.
+Read without the transformers library. Older folders with `pytorch_model.bin` are read too, and nothing
+in their pickles is run.
 """
 
 from __future__ import annotations

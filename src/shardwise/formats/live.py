@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,9 +94,9 @@ def _spec(kind: str, name: str, names: ModelNames, dtype: torch.dtype) -> Spec:
     return Spec(kind, names.saved_as.get(name, name), shape, dtype)
 
 
-def _write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+def _write_configuration(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
     """As transformers does it; a plain module has none, and its folder is a state dict."""
-    config = copy.deepcopy(getattr(model, "config", None))
+    config: Any = copy.deepcopy(getattr(model, "config", None))
     if not hasattr(config, "save_pretrained"):
         return
     config.architectures = [type(model).__name__]

@@ -66,7 +66,7 @@ class SafetensorsFile:
             )
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self._file.seek(self._start + self._offsets[key])
-        self._file.write(memoryview(flat.numpy()))
+        self._file.write(flat.numpy().data)
 
     def __enter__(self) -> SafetensorsFile:
         return self
