@@ -75,18 +75,49 @@ def open_dcp(path: Path) -> Source:
     homes = {spec: key for key, one in tensors.items() if (spec := _spec(key, one, names)) is not None}
     settings, others = _split_objects(objects, names)
     user, left_out = _plain_objects(store, others, meta)
-    left_out += [f"tensor {key}" for key in tensors if key not in set(homes.values())]
+    known = set(homes.values())
+    left_out += [f"tensor {key}" for key in tensors if key not in known]
+    ties = _ties(meta, [key for spec, key in homes.items() if not spec.is_state], names)
+    num_steps = _num_steps(store, homes)
+    step = user.pop("step", num_steps)
     return Source(
         form=FORM,
         path=path,
-        specs=tuple(homes),
+        specs=tuple(spec for spec in homes if spec.is_state or spec.name not in ties),
         read=lambda spec: store.tensor(homes[spec], spec),
+        step=step if isinstance(step, int) else num_steps,
+        num_steps=num_steps,
+        ties=ties,
         groups=_groups(store, settings),
-        user=user,
+        user=user["user"] if list(user) == ["user"] and isinstance(user["user"], dict) else user,
         facts={"keys": {"model": names.model, "optim": names.optim}},
         files=stored_files(path),
         left_out=left_out,
     )
+
+
+def _ties(meta: Metadata, keys: Iterable[str], names: _Names) -> dict[str, str]:
+    """Names whose bytes are another's, as `write_dcp` leaves them. Torch itself writes tied weights once for each."""
+    first: dict[tuple[str, int], str] = {}
+    ties = {}
+    for key in keys:
+        said = meta.state_dict_metadata[key]
+        chunks = said.chunks if isinstance(said, TensorStorageMetadata) else []
+        info = meta.storage_data.get(MetadataIndex(key, chunks[0].offsets)) if len(chunks) == 1 else None
+        if info is None:
+            continue
+        home = first.setdefault((info.relative_path, info.offset), key)
+        if home != key:
+            ties[key.removeprefix(names.model)] = home.removeprefix(names.model)
+    return ties
+
+
+def _num_steps(store: _Store, homes: Mapping[Spec, str]) -> int:
+    """How often the optimizer has stepped, by its first parameter's `step`; 0 if it does not count."""
+    for spec, key in homes.items():
+        if spec.kind == f"{STATE}step" and spec.numel == 1:
+            return int(store.tensor(key, spec))
+    return 0
 
 
 def _known_classes() -> dict[str, Any]:

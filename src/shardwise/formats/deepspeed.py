@@ -64,7 +64,13 @@ def open_deepspeed(path: Path) -> Source:
         _check_count(folder, optims, optims[0]["partition_count"])
         pieces, groups = _stages_1_and_2(folder, models[0], optims), _groups_of(models[0], optims[0])
         stage = "1 or 2"
-    return _source(folder, stage, models, pieces, groups)
+    source = _source(folder, stage, models, pieces, groups)
+    limit = optims[0].get("clip_grad") if optims else None
+    if limit:
+        source.left_out.append(
+            f"DeepSpeed's gradient clipping, which is a matter of the plan here: clip_grad_norm: {limit}"
+        )
+    return source
 
 
 def _source(folder: Path, stage: str, models: list[dict[str, Any]], pieces: Pieces, groups: Groups) -> Source:
