@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,7 +113,7 @@ def test_inspect_says_what_is_there(run: Any) -> None:
     assert shapes == {name: list(value.shape) for name, value in state.items() if name != "head.weight"}
     assert found.num_params == sum(param.numel() for param in tied().parameters())
     assert found.bytes_by_kind["exp_avg"] == 4 * (found.num_params - tied().blocks[0].up.weight.numel())
-    assert [len(group["params"]) for group in said["groups"]] == [11, 20]
+    assert [len(group["params"]) for group in said["groups"]] == [13, 24]
 
 
 def test_inspect_reads_what_was_saved(run: Any) -> None:
@@ -343,7 +342,7 @@ def test_names_of_the_hub_and_old_files_fit(tmp_path: Path) -> None:
 
 def test_weights_that_transformers_rearranges_are_refused_with_the_way_out(tmp_path: Path) -> None:
     mixtral().save_pretrained(tmp_path / "theirs")
-    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.mlp\.experts\..* from_pretrained, shard it"):
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.mlp\..* from_pretrained, shard it"):
         sw.convert(tmp_path / "theirs", tmp_path / "out", "shardwise")
 
 
@@ -446,7 +445,7 @@ def test_ours_goes_on_from_fsdp2(flatten: bool, tmp_path: Path) -> None:
     dcp.save({"app": {"model": weights, "optim": states}, "data": 3, "odd": {1}}, checkpoint_id=tmp_path / "dcp")
     losses = plain_steps(model, optimizer, range(3, 5))
     done = sw.convert(tmp_path / "dcp", tmp_path / "run", "shardwise")
-    assert [len(group["params"]) for group in done.source.groups] == [11, 20]
+    assert [len(group["params"]) for group in done.source.groups] == [13, 24]
     assert done.notes == ("Left out: odd, which is not plain data.",)
     goes_on(tmp_path / "run", losses)
 
@@ -535,12 +534,10 @@ def test_training_goes_on_from_deepspeed(case: str, preset: str, tmp_path: Path)
     is_bf16 = case.endswith("bf16")
     expected = json.loads((FIXTURES / case / "losses.json").read_text())
     done = sw.convert(FIXTURES / case, tmp_path / "run", "shardwise")
-    assert "clip_grad_norm: 1.0" in done.notes[0] or case == "zero3"
+    if case in ("zero1", "zero2"):  # where DeepSpeed writes it down; it clips by default
+        assert "clip_grad_norm: 1.0" in done.notes[0]
 
     def work(engine: sw.Engine) -> list[float]:
-        with torch.no_grad():
-            for param in engine.module.parameters():
-                param.zero_()
         resumed = engine.resume(tmp_path / "run")
         assert resumed is not None
         assert (resumed.step, engine.num_steps, resumed.state["epoch"]) == (made.NUM_STEPS,) * 2 + (7,)
@@ -552,8 +549,15 @@ def test_training_goes_on_from_deepspeed(case: str, preset: str, tmp_path: Path)
             losses.append(engine.mean(loss.item()))
         return losses
 
+    def zeroed() -> nn.Module:
+        model = made.build()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        return model
+
     plan = {"preset": preset, "clip_grad_norm": 1.0, "precision": "bf16" if is_bf16 else "fp32"}
-    losses = on_ranks(2, work, plan, build=made.build, optimizer=made.adamw)[0]
+    losses = on_ranks(2, work, plan, build=zeroed, optimizer=made.adamw)[0]
     assert losses == pytest.approx(expected, rel=1e-5 if is_bf16 else 1e-6)
 
 
@@ -593,21 +597,27 @@ def test_a_missing_rank_of_deepspeed_is_refused(tmp_path: Path) -> None:
         sw.inspect(tmp_path / "ckpt")
 
 
+RAN: list[int] = []
+
+
 class Ran:
     """What a pickle of somebody else's class would run when it is made."""
 
     def __reduce__(self) -> Any:
-        return (os.mkdir, ("ran",))
+        return (run_me, (1,))
 
 
-def test_nothing_in_a_deepspeed_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def run_me(number: int) -> None:
+    RAN.append(number)
+
+
+def test_nothing_in_a_deepspeed_file_is_run(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "zero2", tmp_path / "ckpt")
     file = tmp_path / "ckpt" / "global_step3" / "mp_rank_00_model_states.pt"
     state = torch.load(file, weights_only=True)
     torch.save({**state, "scheduler": Ran(), "run": {"name": "first"}}, file)
     source = sw.inspect(tmp_path / "ckpt", verify=True).source
-    assert not (tmp_path / "ran").exists()
+    assert RAN == []
     assert source.user["run"] == {"name": "first"}
     assert "scheduler, which is not plain data" in source.left_out
 
