@@ -135,8 +135,11 @@ def _hf_specs(source: Source) -> dict[str, Spec]:
     """The name in the file for each name of the source. Of tied weights it is the one that transformers looks for."""
     config = next((path.parent for path in source.kept if path.name == hf.CONFIG), None)
     names = names_of(config) if config is not None and source.form != hf.FORM else None
-    saved_as = names.saved_as if names is not None else {}
-    return {spec.name: replace(spec, name=saved_as.get(spec.name, spec.name)) for spec in source.weights}
+    if names is None:
+        return {spec.name: spec for spec in source.weights}
+    known = {spec.name for spec in source.weights}
+    once = [spec for spec in source.weights if names.ties.get(spec.name) not in known]
+    return {spec.name: replace(spec, name=names.saved_as.get(spec.name, spec.name)) for spec in once}
 
 
 def _files(source: Source, settings: _Settings) -> dict[str, list[Spec]]:
