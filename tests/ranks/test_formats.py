@@ -169,6 +169,23 @@ def test_a_copy_of_ours_goes_on(run: Any, tmp_path: Path, max_file_bytes: Any) -
     goes_on(done.out, run[2])
 
 
+def test_a_loss_scale_goes_along(tmp_path: Path) -> None:
+    def first(engine: sw.Engine) -> Any:
+        train(engine, range(1))
+        engine.save(tmp_path / "run")
+        return engine.scaler.state_dict() if engine.scaler is not None else None
+
+    def second(engine: sw.Engine) -> Any:
+        assert engine.resume(tmp_path / "copy") is not None
+        return engine.scaler.state_dict() if engine.scaler is not None else None
+
+    plan = {"preset": "zero3", "precision": "fp16"}
+    saved = on_ranks(2, first, {**plan, "loss_scale": {"initial": 128.0}})[0]
+    sw.convert(tmp_path / "run", tmp_path / "copy", "shardwise")
+    assert saved is not None
+    assert on_ranks(2, second, plan)[0] == saved
+
+
 def test_weights_alone_start_a_new_run(run: Any, tmp_path: Path) -> None:
     out = sw.convert(run[0], tmp_path / "weights", "shardwise", weights_only=True).out
 
