@@ -16,6 +16,7 @@ from shardwise.testing import run_ranks
 SCRIPT = Path(fsdp2.__file__)
 
 
+@pytest.mark.slow
 def test_fsdp2_to_ours_and_back(tmp_path: Path) -> None:
     done = launch(SCRIPT, 2, str(tmp_path))
     assert done.returncode == 0, done.stderr
