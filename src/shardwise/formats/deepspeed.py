@@ -135,7 +135,7 @@ class OwnFile:
         return tensor.reshape(spec.shape).clone()
 
 
-Pieces = dict[Spec, Any]
+Pieces = dict[Spec, Parts | OwnFile]
 Groups = list[dict[str, Any]]
 
 
