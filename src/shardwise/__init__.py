@@ -16,6 +16,7 @@ from shardwise.version import __version__
 
 if TYPE_CHECKING:
     from shardwise import data
+    from shardwise.checkpoint import Keep
     from shardwise.comm import World
     from shardwise.config import Plan, load_plan
     from shardwise.engine import Engine, shard
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Engine",
+    "Keep",
     "Mesh",
     "Plan",
     "ShardwiseError",
@@ -39,6 +41,7 @@ __all__ = [
 
 _HOMES = {
     "Engine": "shardwise.engine",
+    "Keep": "shardwise.checkpoint",
     "Mesh": "shardwise.mesh",
     "Plan": "shardwise.config",
     "ShardwiseError": "shardwise.errors",

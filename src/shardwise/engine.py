@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +14,19 @@ import torch
 from torch import nn
 
 from shardwise.access import Access
-from shardwise.checkpoint import Content, Loaded, content_of, load, newest, save
+from shardwise.checkpoint import (
+    Belongings,
+    Content,
+    Keep,
+    Loaded,
+    Request,
+    Saver,
+    Stateful,
+    content_of,
+    find,
+    load,
+    rng,
+)
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError, StateError
@@ -113,13 +126,15 @@ class Engine:
         self.num_steps = 0
         self.gradient_norm: float | None = None
         """The global 2-norm before clipping, of the last step; infinite where it overflowed and was not taken."""
-        self.scaler: LossScaler | None = LossScaler(plan.loss_scale) if plan.precision == "fp16" else None
+        self.scaler = _scaler_for(plan)
         self._owns_world = owns_world
         self._is_open = True
         self._meter = ByteMeter()
         self._states_per_param = vet(optimizer, model) if optimizer is not None else 0
         self._units = _build_units(model, plan, self.mesh, world, self._meter)
         self._flats = [flat for unit in self._units for flat in unit.flats]
+        self._saver = Saver(world, pinned=self._flats[0].device.type == "cuda")
+        self._remembered: dict[str, Stateful] = {}
         self._wire_up(model, optimizer)
 
     def _wire_up(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -241,48 +256,116 @@ class Engine:
 
     # -- state ------------------------------------------------------------------------------------------
 
-    def save(self, folder: str | Path, step: int | None = None, state: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call.
+    def save(
+        self,
+        folder: str | Path,
+        step: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        keep: Keep | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call, between steps.
 
-        `state` is the caller's own, anything JSON can hold, rank 0's is kept: the position in the data, a
-        scheduler's `state_dict()`. `step` defaults to the number of optimizer steps taken.
+        `state` is the caller's own, rank 0's is kept: numbers, text, lists, dicts, tensors. `step` defaults to the
+        number of optimizer steps taken. With `wait=False` it returns when everything is copied to host memory, and
+        goes on in the background; a failure there is raised by the next call that saves, resumes or closes. `keep`
+        says which checkpoints of the folder stay, and `metrics` by what the best is known.
+
+        Raises `CheckpointError` on all ranks if it could not be written; what was there before is still there.
         """
         self._require_open()
         number = self.num_steps if step is None else step
         kept: dict[str, Any] = {"num_steps": self.num_steps, "user": dict(state or {})}
         if self.scaler is not None:
             kept["loss_scale"] = self.scaler.state_dict()
-        try:
-            json.dumps(kept)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"The state given to save() is not JSON: {error}. Keep numbers, text, lists and dicts in it."
-            ) from error
-        return save(
+        request = Request(
             Path(folder),
             number,
-            self._content(),
-            self.world,
-            state=kept,
             layout=f"{self.table.optim} on {self.mesh}",
+            state=kept,
+            metrics=dict(metrics or {}),
+            keep=keep or Keep(),
+            memories={
+                "generators": rng.capture(),
+                "objects": {name: thing.state_dict() for name, thing in self._remembered.items()},
+            },
         )
+        return self._saver.save(request, self._content(), wait=wait)
+
+    def remember(self, **objects: Stateful) -> None:
+        """Keep what these objects say in `state_dict()` in every checkpoint, each rank its own; `resume` gives it back.
+
+        `engine.remember(scheduler=scheduler, loader=loader)`. All ranks call, before `resume`.
+        """
+        self._remembered.update(objects)
+
+    def wait_for_save(self) -> None:
+        """Return once the last `save(wait=False)` is on disk; raise `CheckpointError` if it failed. All ranks call."""
+        self._saver.settle()
 
     def resume(self, folder: str | Path) -> Loaded | None:
         """Continue from the latest checkpoint in `folder`; `None`, and nothing changed, if there is none.
 
-        All ranks call."""
+        `folder` may be one checkpoint too. Any world size, plan and precision can have written it. All ranks call;
+        all raise the same `CheckpointError`, and nothing is changed, if it is damaged or another model's.
+        """
         self._require_open()
-        path = newest(Path(folder))
-        if self.world.any_rank(path is None):
+        self._saver.settle()
+        path = find(Path(folder), self.world)
+        if path is None:
             return None
-        assert path is not None
-        loaded = load(path, self._content(), self._optimizer, self.world)
+        loaded = load(path, self._content(), self._optimizer, self.world, self._remembered)
         self.num_steps = int(loaded.state["num_steps"])
         if self.scaler is not None and "loss_scale" in loaded.state:
             self.scaler.load_state_dict(loaded.state["loss_scale"])
         self.zero_grad()
         self._runner.restore_params()
-        return Loaded(loaded.path, loaded.step, loaded.state["user"])
+        return replace(loaded, state=loaded.state["user"])
+
+    def reshard(self, plan: PlanLike) -> None:
+        """Go on by another plan: another table, mesh, units or precision over the same ranks. All ranks call.
+
+        Parameters, optimizer states and counters are kept, and moved between the ranks unit by unit; model, optimizer
+        and schedulers stay the same objects. Between steps: raises `StateError` while gradients wait for one, and
+        `ConfigError` for a plan that cannot be meant here; nothing has been changed then.
+        """
+        self._require_open()
+        loaded = load_plan(plan)
+        mesh = mesh_for(loaded, self.world.size)
+        table = table_for(loaded, mesh)
+        choices, rows = choose_units(self.module, loaded), rows_for(self.module, loaded, mesh)
+        if len(set(self.world.exchange(loaded.model_dump_json().encode()))) > 1:
+            raise ConfigError("The ranks gave reshard() different plans; give all of them the same.")
+        if self.world.any_rank(any(any(flat.touched) for flat in self._flats)):
+            raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
+        optimizer = self._optimizer.optimizer if self._optimizer is not None else None
+        belongings = Belongings(self._flats, self._optimizer, self.world)
+        self._take_down()
+        if loaded.precision != self.plan.precision:
+            self.scaler = _scaler_for(loaded)
+        self.plan, self.mesh, self.table, self._meter = loaded, mesh, table, ByteMeter()
+        coordinate = mesh.coordinate(self.world.rank)
+        self._units = [make_unit(choice, rows, mesh, coordinate, self._meter) for choice in choices]
+        self._units = [unit for unit in self._units if unit.flats]
+        self._flats = [flat for unit in self._units for flat in unit.flats]
+        collectives = self.world.collectives(self._flats[0].device)
+        states: dict[str, dict[str, Any]] = {}
+        for flat in self._flats:
+            states |= belongings.move_into(flat, collectives)
+        self._wire_up(self.module, optimizer)
+        for piece in self._optimizer.pieces if self._optimizer is not None else ():
+            self._require_optimizer().put_state(piece, states.get(piece.name, {}))
+        self._runner.restore_params()
+
+    def _take_down(self) -> None:
+        """Undo `_wire_up`, and let go of the flat buffers."""
+        self._unhook()
+        if self._optimizer is not None:
+            self._optimizer.give_back()
+        del self._units, self._flats, self._runner, self._access, self._verdict, self._optimizer
+        gc.collect()  # runner and hooks know each other, and would keep the old buffers until it is too late
 
     def save_pretrained(
         self,
@@ -312,8 +395,8 @@ class Engine:
         )
 
     def _content(self) -> Content:
-        coordinate = self.mesh.coordinate(self.world.rank)
-        return content_of(self.module, self._flats, self._optimizer, coordinate)
+        own = not self.plan.sync_buffers
+        return content_of(self.module, self._flats, self._optimizer, self.world.rank, own_buffers=own)
 
     # -- whole tensors ----------------------------------------------------------------------------------
 
@@ -445,16 +528,24 @@ class Engine:
     # -- the end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Unhook from model and optimizer. May be called twice. The model's parameters are no longer whole."""
+        """Unhook from model and optimizer. May be called twice. The model's parameters are no longer whole.
+
+        Waits for a checkpoint that is still being written, and raises what went wrong with it."""
         if not self._is_open:
             return
         self._is_open = False
+        try:
+            self._saver.close()
+        finally:
+            self._unhook()
+            if self._owns_world:
+                self.world.close()
+
+    def _unhook(self) -> None:
         self._runner.remove()
         self._cast_handle.remove()
         if self._optimizer is not None:
             self._optimizer.release()
-        if self._owns_world:
-            self.world.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -531,6 +622,10 @@ class Engine:
                 "This engine has no optimizer; give one to shard(model, plan, optimizer=...) to take steps."
             )
         return self._optimizer
+
+
+def _scaler_for(plan: Plan) -> LossScaler | None:
+    return LossScaler(plan.loss_scale) if plan.precision == "fp16" else None
 
 
 def _build_units(model: nn.Module, plan: Plan, mesh: Mesh, world: World, meter: ByteMeter) -> list[Unit]:

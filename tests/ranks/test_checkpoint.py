@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 from twins import PRESETS_2, PRESETS_2X2, Transformer, adamw, batches, full_params
 
 import shardwise as sw
+from shardwise.checkpoint.index import Index, read_index
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.testing import run_ranks
 
@@ -141,6 +141,11 @@ def test_the_latest_is_taken_and_a_draft_never(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003", "step-00000008"]
 
 
+def everything(engine: sw.Engine) -> dict[str, torch.Tensor]:
+    """This rank's pieces, states and buffers, copied."""
+    return {entry.key: entry.tensor.detach().clone() for entry in engine._content().entries}
+
+
 def saved(folder: Path) -> Path:
     def work(engine: sw.Engine) -> Any:
         train(engine, range(1))
@@ -156,24 +161,63 @@ def flip(path: Path) -> None:
     (path / "rank-00001.safetensors").write_bytes(content)
 
 
+def rewritten(path: Path, change: Callable[[Index], None]) -> None:
+    """An index that says something else, with the checksum that belongs to it."""
+    index = read_index(path)
+    change(index)
+    (path / "index.json").write_text(index.to_json())
+
+
 def reshape(path: Path) -> None:
-    index = json.loads((path / "index.json").read_text())
-    index["shapes"]["blocks.0.up.weight"] = [3, 3]
-    (path / "index.json").write_text(json.dumps(index))
+    rewritten(path, lambda index: index.shapes.update({"blocks.0.up.weight": [3, 3]}))
 
 
 def rename(path: Path) -> None:
+    rewritten(path, lambda index: index.shapes.update({"elsewhere": index.shapes.pop("blocks.0.up.weight")}))
+
+
+def more(path: Path) -> None:
+    rewritten(path, lambda index: index.shapes.update({"head2.weight": [3, 3]}))
+
+
+def lose_a_chunk(path: Path) -> None:
+    def change(index: Index) -> None:
+        index.chunks = [chunk for chunk in index.chunks if chunk.name != "norm.weight"]
+
+    rewritten(path, change)
+
+
+def regroup(path: Path) -> None:
+    rewritten(path, lambda index: index.groups.append({"params": []}))
+
+
+def flip_head(path: Path) -> None:
+    content = bytearray((path / "rank-00001.safetensors").read_bytes())
+    content[30] ^= 1
+    (path / "rank-00001.safetensors").write_bytes(content)
+
+
+def flip_index(path: Path) -> None:
     text = (path / "index.json").read_text()
-    (path / "index.json").write_text(text.replace("blocks.0.up.weight", "elsewhere"))
+    (path / "index.json").write_text(text.replace('"step":1', '"step":7'))
+
+
+FOREIGN = '{"format": 2, "crc32": 2745614147, "index": {}}'
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "flipped": (flip, "rank-00001.safetensors is damaged"),
+    "flipped": (flip, "rank-00001.safetensors is damaged in"),
+    "flipped head": (flip_head, "rank-00001.safetensors is damaged: its head"),
+    "flipped index": (flip_index, "index.json is damaged"),
     "missing": (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
+    "lost chunk": (lose_a_chunk, "elements of param norm.weight that this rank needs; it is incomplete"),
+    "more tensors": (more, "has a tensor head2.weight that the model lacks"),
+    "groups": (regroup, "has 2 parameter groups, this one has 1"),
+    "newer format": (lambda path: (path / "index.json").write_text('{"format": 9}'), "written by a newer shardwise"),
     "cut": (lambda path: (path / "rank-00000.safetensors").write_bytes(b"x"), "instead of"),
     "no json": (lambda path: (path / "index.json").write_text("{"), "cannot be read"),
     "old format": (lambda path: (path / "index.json").write_text('{"format": 0}'), "has format 0"),
-    "foreign": (lambda path: (path / "index.json").write_text('{"format": 1}'), "not an index that shardwise wrote"),
+    "foreign": (lambda path: (path / "index.json").write_text(FOREIGN), "not an index that shardwise wrote"),
     "shape": (reshape, "blocks.0.up.weight with shape [3, 3]"),
     "other model": (rename, "has no tensor blocks.0.up.weight"),
 }
@@ -185,15 +229,20 @@ def test_damage_is_refused_by_name_and_changes_nothing(damage: str, tmp_path: Pa
     hurt(saved(tmp_path))
 
     def work(engine: sw.Engine) -> Any:
-        before = full_params(engine)
+        scheduler = torch.optim.lr_scheduler.StepLR(engine._require_optimizer().optimizer, 2)
+        train(engine, range(2))
+        scheduler.step()
+        before, lr, last = everything(engine), scheduler.get_last_lr(), scheduler.state_dict()
         with pytest.raises(CheckpointError) as caught:
             engine.resume(tmp_path)
-        after = full_params(engine)
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        after = everything(engine)
+        assert all(torch.equal(before[key], after[key]) for key in before | after)
+        assert (engine.num_steps, scheduler.get_last_lr(), scheduler.state_dict()) == (2, lr, last)
         return str(caught.value)
 
-    for letter in on_ranks(2, work, {"preset": "zero3"}):
-        assert words in letter
+    letters = on_ranks(2, work, {"preset": "zero3"})
+    assert words in letters[0]
+    assert letters[0] == letters[1]
 
 
 def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
@@ -201,9 +250,9 @@ def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
 
     def work(engine: sw.Engine) -> Any:
         train(engine, range(2))
-        with pytest.raises(CheckpointError, match="could not be written: rank 0 met NotADirectoryError"):
+        with pytest.raises(CheckpointError, match="could not be begun: rank 0 met FileExistsError"):
             engine.save(path / "index.json")
-        with pytest.raises(ConfigError, match="not JSON"):
+        with pytest.raises(ConfigError, match=r"state\['user'\]\['x'\] is a set, which a checkpoint cannot keep"):
             engine.save(tmp_path, state={"x": {1, 2}})
         resumed = engine.resume(tmp_path)
         assert resumed is not None

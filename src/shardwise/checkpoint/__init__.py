@@ -1,7 +1,24 @@
 """Checkpoints: sharded safetensors and a JSON index, published at once, read by any mesh."""
 
 from shardwise.checkpoint.content import Content, Entry, content_of
-from shardwise.checkpoint.load import Loaded, load, newest
-from shardwise.checkpoint.save import save
+from shardwise.checkpoint.folder import checkpoints_in, newest
+from shardwise.checkpoint.keep import Keep
+from shardwise.checkpoint.load import Loaded, Stateful, find, load
+from shardwise.checkpoint.reshard import Belongings
+from shardwise.checkpoint.saver import Request, Saver
 
-__all__ = ["Content", "Entry", "Loaded", "content_of", "load", "newest", "save"]
+__all__ = [
+    "Belongings",
+    "Content",
+    "Entry",
+    "Keep",
+    "Loaded",
+    "Request",
+    "Saver",
+    "Stateful",
+    "checkpoints_in",
+    "content_of",
+    "find",
+    "load",
+    "newest",
+]

@@ -9,26 +9,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint.codec import encode
+from shardwise.errors import ConfigError
 from shardwise.optim import AdoptedOptimizer
-from shardwise.placement import Axes, Span
+from shardwise.placement import Axes, Slot, Span
+from shardwise.program import FlatSpec
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
+NOTHING = Span(0, 0)
 
 
 @dataclass(frozen=True)
 class Entry:
     """Elements `span` of the tensor `name` (flattened), in live memory.
 
-    `kind` is `param`, `buffer` or `state.KEY`. `is_owner` says that this rank writes it; copies on other
-    ranks are not written twice.
+    `kind` is `param`, `buffer` or `state.KEY`. This rank writes the elements `written` of them: ranks that hold copies
+    share the writing, and together write each element once. With `is_whole` the elements are the tensor's own, not the
+    parameter's (a state that is a scalar): every rank has all of them, and one writes them.
     """
 
     kind: str
     name: str
     span: Span
     tensor: Tensor
-    is_owner: bool
+    written: Span
+    is_whole: bool = False
 
     @property
     def key(self) -> str:
@@ -42,25 +48,36 @@ class Content:
     entries: list[Entry] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
 
 
 def content_of(
-    model: nn.Module, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, coordinate: Mapping[str, int]
+    model: nn.Module,
+    flats: Sequence[Flat],
+    optimizer: AdoptedOptimizer | None,
+    rank: int,
+    *,
+    own_buffers: bool = False,
 ) -> Content:
-    """The content as it lies on the rank at `coordinate` of the mesh."""
+    """The content as it lies on `rank` of the mesh.
+
+    Buffers are rank 0's, which after each step all ranks share; with `own_buffers` every rank has its own.
+    """
     content = Content(ties=_ties(model))
     for flat in flats:
         for index, slot in enumerate(flat.slots):
             content.shapes[slot.name] = slot.shape
-            content.entries.append(_parameter(flat, index, coordinate))
+            content.entries.append(_parameter(flat, index))
     known = {param for flat in flats for param in flat.params}
     loose = [(name, param.detach()) for name, param in model.named_parameters() if param not in known]
+    kind = f"buffer.{rank}" if own_buffers and rank else "buffer"
     for name, tensor in (*loose, *_persistent_buffers(model)):
         content.shapes[name] = tuple(tensor.shape)
-        content.entries.append(Entry("buffer", name, Span(0, tensor.numel()), tensor, _is_first_copy((), coordinate)))
+        span = Span(0, tensor.numel())
+        content.entries.append(Entry(kind, name, span, tensor, span if own_buffers or rank == 0 else NOTHING))
     if optimizer is not None:
-        content.entries += _states(optimizer, coordinate)
+        _add_states(content, optimizer)
         content.groups = _groups(optimizer)
     return content
 
@@ -72,38 +89,91 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {name: first[param] for name, param in every if first[param] != name}
 
 
+def kept_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:
+    """Which elements of a parameter the rank at `coordinate` keeps between steps: master weights, or a frozen one's
+    bytes. The optimizer's states are of the same elements."""
+    return slot.span.overlap(_kept(spec, coordinate)).within(slot.span)
+
+
+def written_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:
+    """Those of them that the rank at `coordinate` gives away: of all copies of an element exactly one.
+
+    Copies lie along the axes over which the buffer is not sharded. It divides evenly among all ranks, and so does what
+    one rank keeps among its copies.
+    """
+    shard = _kept_shard(spec)
+    place, num_copies = 0, 1
+    for axis in spec.mesh.axes:
+        if axis not in shard:
+            place = place * spec.mesh.size(axis) + coordinate[axis]
+            num_copies *= spec.mesh.size(axis)
+    kept = _kept(spec, coordinate)
+    part = kept.numel // num_copies
+    mine = Span(kept.start + place * part, kept.start + (place + 1) * part)
+    return slot.span.overlap(mine).within(slot.span)
+
+
+def _kept(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
+    return spec.layout.span(_kept_shard(spec), coordinate)
+
+
+def _kept_shard(spec: FlatSpec) -> Axes:
+    return (spec.table.optim if spec.trainable else spec.table.param).shard
+
+
+def _written(flat: Flat, index: int) -> Span:
+    return written_span(flat.spec, flat.slots[index], flat.coordinate)
+
+
+def _parameter(flat: Flat, index: int) -> Entry:
+    """Master weights where there are some; the resting bytes of a frozen parameter."""
+    slot = flat.slots[index]
+    kept = kept_span(flat.spec, slot, flat.coordinate)
+    return Entry("param", slot.name, kept, flat.param_piece(index), _written(flat, index))
+
+
+def _add_states(content: Content, optimizer: AdoptedOptimizer) -> None:
+    """The optimizer's states of this rank's pieces. Of what is not of the piece's size the first element's rank
+    writes what it has; all have the same."""
+    for piece in optimizer.pieces:
+        state = optimizer.state_of(piece)
+        if not state:
+            continue
+        written = _written(piece.flat, piece.index)
+        is_first = written.start == 0 and written.numel > 0
+        for key, value in state.items():
+            kind = f"state.{key}"
+            if not isinstance(value, Tensor):
+                if is_first:
+                    content.numbers.setdefault(piece.name, {})[key] = encode(value, f"state {key} of {piece.name}")
+            elif value.shape == piece.tensor.shape:
+                content.entries.append(Entry(kind, piece.name, piece.span, value, written))
+            else:
+                whole = Span(0, value.numel())
+                content.entries.append(
+                    Entry(kind, piece.name, whole, value, whole if is_first else NOTHING, is_whole=True)
+                )
+
+
 def _groups(optimizer: AdoptedOptimizer) -> list[dict[str, Any]]:
-    """Hyper-parameters, and under `params` the names of those that they are for."""
     names: dict[Tensor, str] = {piece.tensor: piece.name for piece in optimizer.pieces}
     return [
-        {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
-        | {"params": [names[param] for param in group["params"] if param in names]}
+        {"params": [names[param] for param in group["params"] if param in names], **_settings(group)}
         for group in optimizer.optimizer.param_groups
     ]
 
 
-def _is_first_copy(shard: Axes, coordinate: Mapping[str, int]) -> bool:
-    """Whether of all ranks that hold the same elements of what is sharded over `shard` this is the first."""
-    return all(place == 0 for axis, place in coordinate.items() if axis not in shard)
-
-
-def _parameter(flat: Flat, index: int, coordinate: Mapping[str, int]) -> Entry:
-    """Master weights where there are some; the resting bytes of a frozen parameter."""
-    slot = flat.slots[index]
-    kept = flat.optim_span if flat.spec.trainable else flat.param_span
-    span, piece = slot.span.overlap(kept).within(slot.span), flat.param_piece(index)
-    place = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
-    return Entry("param", slot.name, span, piece, _is_first_copy(place.shard, coordinate))
-
-
-def _states(optimizer: AdoptedOptimizer, coordinate: Mapping[str, int]) -> Iterator[Entry]:
-    """The optimizer's states of this rank's pieces. A state that is not of the piece's size is kept whole."""
-    for piece in optimizer.pieces:
-        is_first_copy = _is_first_copy(piece.flat.spec.table.optim.shard, coordinate)
-        for key, value in optimizer.optimizer.state.get(piece.tensor, {}).items():
-            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-            span = piece.span if tensor.shape == piece.tensor.shape else Span(0, 0)
-            yield Entry(f"state.{key}", piece.name, span, tensor, is_first_copy)
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters: numbers, flags, text, tuples of them, and tensors of one number. Others are code."""
+    settings = {}
+    for key, value in group.items():
+        if key == "params":
+            continue
+        try:
+            settings[key] = encode(value, key)
+        except ConfigError:  # a function, say: whoever resumes has built the optimizer with it
+            continue
+    return settings
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -111,10 +181,3 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers():
         if name in saved:
             yield name, buffer
-
-
-def _is_plain(value: object) -> bool:
-    """Whether JSON can hold it: hyper-parameters are numbers, flags, and tuples of numbers."""
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)

@@ -1,25 +1,34 @@
-"""Reading a checkpoint: each rank fetches the elements it needs, whatever mesh wrote them."""
+"""Resuming from a checkpoint: each rank fetches the elements it needs, whatever mesh, table and units wrote them."""
 
 from __future__ import annotations
 
-import contextlib
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from shardwise.checkpoint import rng
+from shardwise.checkpoint.codec import decode, dtype_name, dtype_of
 from shardwise.checkpoint.content import Content, Entry
-from shardwise.checkpoint.index import LATEST, Chunk, File, Index, read_index
-from shardwise.checkpoint.save import checksum
+from shardwise.checkpoint.folder import newest
+from shardwise.checkpoint.index import Index, read_index
+from shardwise.checkpoint.read import Read, Reader
 from shardwise.comm import World
-from shardwise.errors import CheckpointError
-from shardwise.optim import AdoptedOptimizer
-from shardwise.placement import Span
+from shardwise.errors import CheckpointError, nearest
+from shardwise.optim import AdoptedOptimizer, Piece
+
+
+class Stateful(Protocol):
+    """A scheduler, a loader: whatever says and takes back what it needs to go on."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -29,160 +38,260 @@ class Loaded:
     path: Path
     step: int
     state: dict[str, Any]
+    num_bytes_read: int = 0
+    """By this rank: what it needs, once to check it and once to fill memory."""
 
 
-def newest(folder: Path) -> Path | None:
-    """The checkpoint to resume from: what `latest` points at, else the highest step; `None` if there is none.
+@dataclass
+class _Recipe:
+    """All that will be read, worked out and checked before anything is changed."""
 
-    A checkpoint itself may be given too.
+    tensors: list[tuple[Entry, list[Read]]] = field(default_factory=list)
+    states: list[tuple[Piece, str, list[Read]]] = field(default_factory=list)
+    wholes: list[tuple[Piece, str, Read]] = field(default_factory=list)
+    memories: dict[str, Any] = field(default_factory=dict)
+    generators: dict[str, Any] | None = None
+
+
+def find(folder: Path, world: World) -> Path | None:
+    """The checkpoint that all ranks will read: rank 0 looks, and tells the others. All ranks call."""
+    found = newest(folder) if world.rank == 0 else None
+    told = world.exchange(str(found).encode() if found is not None else b"")[0].decode()
+    return Path(told) if told else None
+
+
+def load(
+    path: Path,
+    content: Content,
+    optimizer: AdoptedOptimizer | None,
+    world: World,
+    objects: Mapping[str, Stateful] | None = None,
+) -> Loaded:
+    """Fill `content`, the optimizer, the `objects` and this rank's generators from the checkpoint at `path`.
+
+    All ranks call. Nothing is changed before the index and every byte that is needed have been checked on every rank;
+    if one rank refuses, all raise the same `CheckpointError`.
     """
-    if (folder / "index.json").exists():
-        return folder
-    with contextlib.suppress(OSError):
-        pointed = folder / (folder / LATEST).read_text().strip()
-        if (pointed / "index.json").exists():
-            return pointed
-    steps = sorted(path for path in folder.glob("step-*") if (path / "index.json").exists())
-    return steps[-1] if steps else None
+    with _reader(path, world) as reader, _undone_on_refusal(objects or {}):
+        recipe = _Recipe()
+        with _agreed(world):
+            _check_same_model(path, reader.index, content)
+            _check_same_groups(path, reader.index, content, optimizer)
+            _work_out(recipe, reader, content, optimizer)
+            _check_bytes(recipe, reader, world)
+            _recall(recipe, reader, world)
+            _give_back(path, objects or {}, recipe.memories)
+        with _agreed(
+            world, "The checkpoint changed while it was read, and the model now has parts of it. Resume again. "
+        ):
+            _fill(recipe, reader, optimizer)
+        if recipe.generators is not None:
+            rng.restore(recipe.generators)
+        return Loaded(path, reader.index.step, decode(reader.index.state), reader.num_bytes_read)
 
 
-def load(path: Path, content: Content, optimizer: AdoptedOptimizer | None, world: World) -> Loaded:
-    """Fill `content`, the optimizer's states and this rank's generators from the checkpoint at `path`.
+# -- refusals ---------------------------------------------------------------------------------------------
 
-    All ranks call. Nothing is changed before index and files have been checked on every rank; if one
-    rank refuses, all raise `CheckpointError`.
-    """
-    reader, refusal = None, ""
+
+@contextmanager
+def _reader(path: Path, world: World) -> Iterator[Reader]:
+    reader: list[Reader] = []
+    with _agreed(world):
+        reader.append(Reader(path, read_index(path)))
+    with reader[0]:
+        yield reader[0]
+
+
+@contextmanager
+def _agreed(world: World, prefix: str = "") -> Iterator[None]:
+    """What one rank refuses inside, all refuse on leaving, in the words of the first."""
+    refusal = ""
+    cause: Exception | None = None
     try:
-        index = read_index(path)
-        _check(path, index, content, world)
-        reader = _Reader(path, index)
-    except CheckpointError as error:
-        refusal = str(error)
+        yield
+    except Exception as error:  # whatever it is, the others must hear of it
+        refusal = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        cause = error
     refusals = [message.decode() for message in world.exchange(refusal.encode())]
-    if any(refusals) or reader is None:
-        raise CheckpointError(next(said for said in refusals if said))
-    for entry in content.entries:
-        reader.fill(entry)
-    if optimizer is not None:
-        _restore_optimizer(optimizer, reader)
-    if world.rank < len(reader.index.rng):
-        rng.restore(reader.index.rng[world.rank])
-    return Loaded(path, reader.index.step, reader.index.state)
+    if any(refusals):
+        raise CheckpointError(prefix + next(said for said in refusals if said)) from cause
 
 
-def _check(path: Path, index: Index, content: Content, world: World) -> None:
-    """The same tensors, and files just as they were written. Ranks share the reading of files among them."""
+@contextmanager
+def _undone_on_refusal(objects: Mapping[str, Stateful]) -> Iterator[None]:
+    """Put the user's objects back to what they were if this ends in a refusal."""
+    before = {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
+    try:
+        yield
+    except CheckpointError:
+        for name, thing in objects.items():
+            thing.load_state_dict(before[name])
+        raise
+
+
+def _check_same_model(path: Path, index: Index, content: Content) -> None:
     for name, shape in content.shapes.items():
         if name not in index.shapes:
-            raise CheckpointError(f"{path} has no tensor {name}; it is a checkpoint of another model.")
+            raise CheckpointError(
+                f"{path} has no tensor {name}; it is a checkpoint of another model. {nearest(name, index.shapes)}"
+            )
         if tuple(index.shapes[name]) != shape:
             raise CheckpointError(
                 f"{path} has {name} with shape {index.shapes[name]}, but the model has {list(shape)}."
             )
-    for number, file in enumerate(index.files):
-        if number % world.size == world.rank:
-            _check_file(path / file.name, file)
-
-
-def _check_file(path: Path, file: File) -> None:
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.")
-    if path.stat().st_size != file.num_bytes:
-        raise CheckpointError(
-            f"{path} has {path.stat().st_size} bytes instead of {file.num_bytes}; it was cut or changed."
-        )
-    if checksum(path) != file.crc32:
-        raise CheckpointError(f"{path} is damaged: its checksum is not the one it was written with.")
-
-
-class _Reader:
-    """Finds and reads the pieces of tensors."""
-
-    def __init__(self, path: Path, index: Index) -> None:
-        self.index = index
-        self._path = path
-        self._chunks: dict[tuple[str, str], list[Chunk]] = defaultdict(list)
-        for chunk in index.chunks:
-            self._chunks[_kind(chunk.kind), chunk.name].append(chunk)
-
-    def kinds_of(self, name: str) -> list[str]:
-        return [kind for kind, owner in self._chunks if owner == name]
-
-    def fill(self, entry: Entry) -> None:
-        if entry.span.numel or entry.tensor.dim() == 0:
-            self._read_into(entry.tensor.detach().view(-1), entry.kind, entry.name, entry.span)
-
-    def piece(self, kind: str, name: str, span: Span, like: torch.Tensor) -> torch.Tensor | None:
-        """A state as it must lie for `span` of its parameter; a scalar as it is; `None` if it is not there."""
-        chunks = self._chunks[kind, name]
-        if not chunks:
-            return None
-        if chunks[0].stop == 0:
-            return self._tensor(chunks[0])
-        state = torch.empty_like(like, dtype=self._tensor(chunks[0]).dtype)
-        self._read_into(state, kind, name, span)
-        return state
-
-    def _read_into(self, out: torch.Tensor, kind: str, name: str, span: Span) -> None:
-        missing = span.numel
-        for chunk in self._chunks[_kind(kind), name]:
-            common = span.overlap(Span(chunk.start, chunk.stop))
-            if common.numel:
-                here, there = common.within(span), common.within(Span(chunk.start, chunk.stop))
-                out[here.start : here.stop].copy_(self._slice(chunk, there))
-                missing -= common.numel
-            elif chunk.stop == 0:
-                out.copy_(self._tensor(chunk).view(-1))
-        if missing:
-            raise CheckpointError(f"{self._path} lacks {missing} elements of {kind} {name}; it is incomplete.")
-
-    def _slice(self, chunk: Chunk, span: Span) -> torch.Tensor:
-        """Only the bytes of `span`, where the file keeps the tensor flat; buffers are small and read whole."""
-        with _opened(self._path / chunk.file, chunk.key) as file:
-            flat = file.get_slice(chunk.key)
-            whole: torch.Tensor = (
-                flat[span.start : span.stop] if len(flat.get_shape()) == 1 else file.get_tensor(chunk.key)
+    for name in index.shapes:
+        if name not in content.shapes and name not in content.ties:
+            raise CheckpointError(
+                f"{path} has a tensor {name} that the model lacks; it is a checkpoint of another model."
             )
-        return whole if whole.dim() == 1 and whole.numel() == span.numel else whole.view(-1)[span.start : span.stop]
-
-    def _tensor(self, chunk: Chunk) -> torch.Tensor:
-        with _opened(self._path / chunk.file, chunk.key) as file:
-            tensor: torch.Tensor = file.get_tensor(chunk.key)
-            return tensor
 
 
-def _kind(kind: str) -> str:
-    """Some formats that are converted from do not tell buffers from parameters; no model has both of one name."""
-    return "param" if kind == "buffer" else kind
-
-
-@contextlib.contextmanager
-def _opened(path: Path, key: str) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read at {key}: {error}") from error
-
-
-def _restore_optimizer(optimizer: AdoptedOptimizer, reader: _Reader) -> None:
-    """Hyper-parameters and states; a checkpoint that has neither, of weights alone, leaves the optimizer as it is."""
-    groups = optimizer.optimizer.param_groups
-    if not reader.index.groups:
+def _check_same_groups(path: Path, index: Index, content: Content, optimizer: AdoptedOptimizer | None) -> None:
+    """The optimizer's groups, by the names of their parameters. A checkpoint of weights alone has none."""
+    if optimizer is None or not index.groups:
         return
-    if len(groups) != len(reader.index.groups):
+    if len(index.groups) != len(content.groups):
         raise CheckpointError(
-            f"The checkpoint's optimizer has {len(reader.index.groups)} parameter groups, this one has {len(groups)}."
+            f"The optimizer in {path} has {len(index.groups)} parameter groups, this one has {len(content.groups)}."
         )
-    for group, saved in zip(groups, reader.index.groups, strict=True):
-        settings = {key: value for key, value in saved.items() if key != "params"}
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
-    for piece in optimizer.pieces:
+    for number, (saved, own) in enumerate(zip(index.groups, content.groups, strict=True)):
+        odd = sorted(set(saved["params"]) ^ set(own["params"]))
+        if odd:
+            where = "the checkpoint" if odd[0] in saved["params"] else "this optimizer"
+            raise CheckpointError(
+                f"Group {number} of the optimizer in {path} has other parameters: {odd[0]} is in it only in {where}. "
+                f"Make the optimizer's groups as they were."
+            )
+
+
+# -- before anything is changed ---------------------------------------------------------------------------
+
+
+def _work_out(recipe: _Recipe, reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -> None:
+    """Where every element lies that this rank needs."""
+    for entry in content.entries:
+        if entry.kind.startswith("state."):
+            continue
+        kind = _kind_there(reader, entry)
+        recipe.tensors.append((entry, reader.reads(kind, entry.name, entry.span)))
+    for piece in optimizer.pieces if optimizer is not None and reader.index.groups else ():
         kinds = [kind for kind in reader.kinds_of(piece.name) if kind.startswith("state.")]
-        state: dict[str, Any] = {}
         for kind in kinds if piece.span.numel else ():
-            value = reader.piece(kind, piece.name, piece.span, piece.tensor.detach())
-            if value is not None:
-                state[kind.removeprefix("state.")] = value
-        optimizer.optimizer.state[piece.tensor] = state
+            whole = reader.whole(kind, piece.name)
+            if whole is not None:
+                recipe.wholes.append((piece, kind, whole))
+            else:
+                recipe.states.append((piece, kind, reader.reads(kind, piece.name, piece.span)))
+
+
+def _kind_there(reader: Reader, entry: Entry) -> str:
+    """A rank's own buffer, else rank 0's; formats that are converted from may call a buffer `param`, or the reverse."""
+    common = entry.kind.partition(".")[0]
+    kinds = (entry.kind, common, "param" if common == "buffer" else "buffer")
+    return next((kind for kind in kinds if reader.first_chunk(kind, entry.name)), entry.kind)
+
+
+def _check_bytes(recipe: _Recipe, reader: Reader, world: World) -> None:
+    """Every byte that this rank needs, and of the other files, shared among ranks, that they are there."""
+    for number, file in enumerate(reader.index.files):
+        if number % world.size == world.rank:
+            reader.check_file(file)
+    for _, reads in recipe.tensors:
+        for read in reads:
+            reader.check(read)
+    for _, _, reads in recipe.states:
+        for read in reads:
+            reader.check(read)
+    for _, _, read in recipe.wholes:
+        reader.check(read)
+
+
+def _recall(recipe: _Recipe, reader: Reader, world: World) -> None:
+    """What this rank remembered: generators as far as there was such a rank; objects, in another world, as rank 0's."""
+    own = reader.whole("rank", str(world.rank))
+    if own is not None:
+        recipe.generators = _document(reader, own)["generators"]
+    chosen = own if reader.index.world_size == world.size else reader.whole("rank", "0")
+    if chosen is not None:
+        recipe.memories = _document(reader, chosen)["objects"]
+
+
+def _document(reader: Reader, read: Read) -> dict[str, Any]:
+    document: dict[str, Any] = decode(json.loads(reader.tensor(read).numpy().tobytes()))
+    return document
+
+
+def _give_back(path: Path, objects: Mapping[str, Stateful], memories: Mapping[str, Any]) -> None:
+    for name, thing in objects.items():
+        if name not in memories:
+            raise CheckpointError(
+                f"{path} has no state of {name}, which the engine remembers. Resume before engine.remember({name}=...) "
+                f"if it is new."
+            )
+        try:
+            thing.load_state_dict(memories[name])
+        except Exception as error:  # it is the user's object, and may raise anything
+            raise CheckpointError(
+                f"{name} does not take the state that {path} has of it ({type(error).__name__}: {error})."
+            ) from error
+
+
+# -- the change -------------------------------------------------------------------------------------------
+
+
+def _fill(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> None:
+    for entry, reads in recipe.tensors:
+        out = entry.tensor.detach()
+        flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+        for read in reads:
+            reader.fill(read, flat)
+        if not out.is_contiguous():
+            out.copy_(flat.view(out.shape))
+    if optimizer is not None and reader.index.groups:
+        _fill_states(recipe, reader, optimizer)
+        _fill_groups(reader.index, optimizer)
+
+
+def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -> None:
+    """Each piece's states, in the memory they have already where it fits."""
+    fresh: dict[torch.Tensor, dict[str, Any]] = {piece.tensor: {} for piece in optimizer.pieces}
+    for piece, kind, reads in recipe.states:
+        key = kind.removeprefix("state.")
+        had = optimizer.state_of(piece).get(key)
+        dtype = _state_dtype(reader, piece, kind)
+        if isinstance(had, torch.Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype):
+            out = had
+        else:
+            out = torch.empty_like(piece.tensor.detach(), dtype=dtype)
+        for read in reads:
+            reader.fill(read, out.detach())
+        fresh[piece.tensor][key] = out
+    groups = {param: group for group in optimizer.optimizer.param_groups for param in group["params"]}
+    for piece, kind, read in recipe.wholes:
+        key, group = kind.removeprefix("state."), groups[piece.tensor]
+        on_host = key == "step" and not group.get("capturable") and not group.get("fused")  # where torch wants it
+        fresh[piece.tensor][key] = reader.tensor(read).to("cpu" if on_host else piece.tensor.device)
+    for piece in optimizer.pieces:
+        numbers = reader.index.numbers.get(piece.name, {}) if piece.span.numel else {}
+        fresh[piece.tensor] |= {key: decode(value) for key, value in numbers.items()}
+        optimizer.put_state(piece, fresh[piece.tensor])
+
+
+def _state_dtype(reader: Reader, piece: Piece, kind: str) -> torch.dtype:
+    """A state that had its parameter's dtype follows it to another one, as in torch; others keep theirs."""
+    state, param = reader.first_chunk(kind, piece.name), reader.first_chunk("param", piece.name)
+    assert state is not None
+    if param is None or state.dtype == param.dtype or state.dtype == dtype_name(piece.tensor.dtype):
+        return piece.tensor.dtype
+    return dtype_of(state.dtype)
+
+
+def _fill_groups(index: Index, optimizer: AdoptedOptimizer) -> None:
+    for group, saved in zip(optimizer.optimizer.param_groups, index.groups, strict=True):
+        for key, value in saved.items():
+            if key == "params":
+                continue
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(decode(value))
+            else:
+                group[key] = decode(value)

@@ -148,7 +148,10 @@ def _files(source: Source, settings: _Settings) -> dict[str, list[Spec]]:
     if settings.to == "dcp":
         files: dict[str, list[Spec]] = _dcp().files_of(source, settings.max_bytes)
         return files
-    return {f"{ours.step_name(source)}/{name}": run for name, run in ours.shards_of(source, settings.max_bytes).items()}
+    return {
+        f"{ours.checkpoint_name(source)}/{name}": run
+        for name, run in ours.shards_of(source, settings.max_bytes).items()
+    }
 
 
 def _write(source: Source, settings: _Settings, draft: Path, tick: Tick) -> None:

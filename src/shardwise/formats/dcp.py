@@ -345,6 +345,9 @@ def _path(spec: Spec) -> ObjectPath:
 
 
 def _write_objects(draft: _Draft, source: Source) -> None:
+    for name, numbers in source.numbers.items():
+        for key, value in numbers.items():
+            draft.object((OPTIM, "state", name, key), value)
     for number, group in enumerate(source.groups):
         for key, value in group.items():
             draft.object((OPTIM, "param_groups", number, key), value)

@@ -61,9 +61,10 @@ class Source:
     `read` returns the whole tensor of a spec, on the CPU, in the spec's shape and dtype, and raises
     `CheckpointError` if it is not there as promised. `groups` are the optimizer's parameter groups: hyper-parameters,
     and under `params` names, if they are known. `ties` maps further names of a parameter to the one in `specs`.
-    `user` is what the training script kept, `engine` what our engine did (a loss scale), `facts` what the format says
-    besides, for people. `left_out` has sentences about what is in the folder and not in here. `kept` are files to go
-    along: a model's configuration, a tokenizer. `check` compares with checksums, where the format has any.
+    `numbers` are states of the optimizer that are no tensors, by parameter and key. `user` is what the training script
+    kept, `engine` what our engine did (a loss scale), `facts` what the format says besides, for people. `left_out` has
+    sentences about what is in the folder and not in here. `kept` are files to go along: a model's
+    configuration, a tokenizer. `check` compares with checksums, where the format has any.
     """
 
     form: str
@@ -74,6 +75,7 @@ class Source:
     num_steps: int = 0
     groups: list[dict[str, Any]] = field(default_factory=list)
     ties: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     user: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class Source:
 
     def without_optimizer(self) -> Source:
         """The weights alone, as the first step of a new run."""
-        return replace(self, specs=self.weights, groups=[], user={}, engine={}, step=0, num_steps=0)
+        return replace(self, specs=self.weights, groups=[], numbers={}, user={}, engine={}, step=0, num_steps=0)
 
 
 def stored_files(folder: Path) -> tuple[StoredFile, ...]:

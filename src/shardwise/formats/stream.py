@@ -56,6 +56,10 @@ class SafetensorsFile:
         self._file = path.open("wb")
         self._file.write(head)
 
+    def offset(self, key: str) -> int:
+        """The byte of the file at which a tensor begins."""
+        return self._start + self._offsets[key]
+
     def write(self, key: str, tensor: Tensor) -> None:
         """Put `tensor` where the head says; it must have the shape and dtype that were announced."""
         spec = self._missing.pop(key)
@@ -65,7 +69,7 @@ class SafetensorsFile:
                 f"{list(tensor.shape)}; the checkpoint contradicts itself."
             )
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._file.seek(self._start + self._offsets[key])
+        self._file.seek(self.offset(key))
         self._file.write(flat.numpy().data)
 
     def __enter__(self) -> SafetensorsFile:

@@ -1,6 +1,6 @@
 """Any elementwise torch optimizer, over this rank's pieces of the parameters."""
 
-from shardwise.optim.adopted import AdoptedOptimizer
+from shardwise.optim.adopted import AdoptedOptimizer, Piece
 from shardwise.optim.probe import vet
 
-__all__ = ["AdoptedOptimizer", "vet"]
+__all__ = ["AdoptedOptimizer", "Piece", "vet"]

@@ -6,7 +6,7 @@ group is this rank's piece (perhaps empty) of the parameter that was entry i. `o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,6 @@ class AdoptedOptimizer:
         self.optimizer = optimizer
         self.pieces = _pieces(optimizer, flats)
         by_param: dict[Tensor, Piece] = {piece.flat.params[piece.index]: piece for piece in self.pieces}
-        self._originals = [list(group["params"]) for group in optimizer.param_groups]
         state = dict(optimizer.state)
         optimizer.state.clear()
         for group in optimizer.param_groups:
@@ -72,6 +71,14 @@ class AdoptedOptimizer:
     def withdraw_gradients(self) -> None:
         for piece in self.pieces:
             piece.tensor.grad = None
+
+    def state_of(self, piece: Piece) -> dict[str, Any]:
+        """The state of one piece: tensors like the piece, and numbers."""
+        return dict(self.optimizer.state.get(piece.tensor, {}))
+
+    def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        """Take over what `state_of` returns."""
+        self.optimizer.state[piece.tensor] = dict(state)
 
     def state_piece(self, flat: Flat, index: int, key: str) -> Tensor | None:
         """This rank's elements of state `key` of a parameter; `None` if there is no such state here."""
@@ -96,6 +103,14 @@ class AdoptedOptimizer:
             handle.remove()
         self._handles = []
         self.optimizer.__dict__.pop("zero_grad", None)
+
+    def give_back(self) -> None:
+        """Unhook, and give the optimizer the model's own parameters again; their states are gone from it."""
+        self.release()
+        originals: dict[Tensor, Tensor] = {piece.tensor: piece.flat.params[piece.index] for piece in self.pieces}
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = [originals.get(param, param) for param in group["params"]]
 
 
 def _pieces(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[Piece]:

@@ -49,6 +49,7 @@ class Flat:
         self.spec = spec
         self.slots = tuple(slots)
         self.params = tuple(params)
+        self.coordinate = dict(coordinate)
         self.meter = meter
         self.device = params[0].device
         table, layout = spec.table, spec.layout
@@ -110,6 +111,25 @@ class Flat:
                 self.meter.hold("optim", self.master.nbytes)
         if not self.spec.resident:
             self.full.untyped_storage().resize_(0)
+
+    def lay_out(self) -> None:
+        """Memory for what this rank keeps, zero so far, and the parameters views of `full`: for values that are moved
+        here from another layout. Trainable ones go into `master`, frozen ones into `param`."""
+        table = self.spec.table
+        self.full = torch.zeros(self.spec.numel, dtype=torch_dtype(table.compute), device=self.device)
+        for slot, param in zip(self.slots, self.params, strict=True):
+            param.data = self.full[slot.start : slot.span.stop].view(slot.shape)
+        if self.spec.resident:
+            self.param = self.full
+        else:
+            self.full.untyped_storage().resize_(0)
+            self.param = torch.zeros(self.param_span.numel, dtype=self.full.dtype, device=self.device)
+        self.meter.hold("param", self.param.nbytes)
+        if self.spec.trainable and self.spec.master_is_param:
+            self.master = _part(self.param, self.optim_span.within(self.param_span))
+        elif self.spec.trainable:
+            self.master = torch.zeros(self.optim_span.numel, dtype=torch_dtype(table.optim.dtype), device=self.device)
+            self.meter.hold("optim", self.master.nbytes)
 
     # -- the whole buffer -------------------------------------------------------------------------------
 

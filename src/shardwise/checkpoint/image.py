@@ -1,0 +1,228 @@
+"""One rank's file as it will lie on disk: a safetensors head, then every tensor's bytes, worked out before writing.
+
+The file format is safetensors' own (https://github.com/huggingface/safetensors, README): eight bytes with the length of
+a JSON head, the head, and the tensors without gaps. Written here and not by `safetensors.torch.save_file`, because
+that one holds all bytes twice, cannot be written in slices, and leaves no room for checksums on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.checkpoint.codec import bytes_tensor, dtype_name
+from shardwise.checkpoint.content import Content, Entry
+from shardwise.checkpoint.index import Chunk, File, block_bytes_of
+from shardwise.errors import CheckpointError
+from shardwise.placement import Span
+
+PAGE = 4096
+"""Bytes. Writes that bypass the page cache begin and end on multiples of it."""
+WINDOW = 2**24
+"""Bytes written at once. Smaller ones cost throughput, measured; larger ones gain none."""
+
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the file: elements `span` of `name`, from byte `offset` of the file on."""
+
+    kind: str
+    name: str
+    span: Span
+    source: torch.Tensor
+    """Its bytes, flat; only a shape and a dtype once they have been copied."""
+    offset: int
+    shape: tuple[int, ...] | None = None
+    """Of a tensor that is whole, and not elements of a parameter."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.source.nbytes
+
+    @property
+    def source_bytes(self) -> torch.Tensor:
+        return self.source.reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Image:
+    """What one rank writes: `head`, then `parts`."""
+
+    name: str
+    head: bytes
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parts[-1].offset + self.parts[-1].num_bytes if self.parts else len(self.head)
+
+    @property
+    def padded_bytes(self) -> int:
+        return math.ceil(self.num_bytes / PAGE) * PAGE
+
+    def file(self, head_crc32: int) -> File:
+        return File(self.name, self.num_bytes, len(self.head), head_crc32)
+
+    def chunks(self, sums: list[list[int]]) -> list[Chunk]:
+        """One per part, with its checksums."""
+        return [
+            Chunk(
+                kind=part.kind,
+                name=part.name,
+                start=part.span.start if part.shape is None else 0,
+                stop=part.span.stop if part.shape is None else 0,
+                file=self.name,
+                key=part.key,
+                dtype=dtype_name(part.source.dtype),
+                offset=part.offset,
+                num_bytes=part.num_bytes,
+                block_bytes=block_bytes_of(part.num_bytes),
+                crc32=crc32,
+                shape=None if part.shape is None else list(part.shape),
+            )
+            for part, crc32 in zip(self.parts, sums, strict=True)
+        ]
+
+    def copy_to(self, stage: torch.Tensor) -> None:
+        """Every byte into host memory, where it no longer changes as training goes on."""
+        stage[: len(self.head)].copy_(bytes_tensor(self.head))
+        for part in self.parts:
+            stage[part.offset : part.offset + part.num_bytes].copy_(part.source_bytes, non_blocking=True)
+        if any(part.source.is_cuda for part in self.parts):
+            torch.cuda.current_stream().synchronize()
+
+    def without_sources(self) -> Image:
+        """The same image once its bytes lie elsewhere, holding on to no memory of the model."""
+        parts = (replace(part, source=torch.empty_like(part.source, device="meta")) for part in self.parts)
+        return replace(self, parts=tuple(parts))
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        """Bytes `start` and on of the image into `out`, from live memory."""
+        window = Span(start, start + out.numel())
+        out[max(0, self.num_bytes - start) :].zero_()
+        head = Span(0, len(self.head)).overlap(window)
+        if head.numel:
+            out[head.start - start : head.stop - start].copy_(bytes_tensor(self.head[head.start : head.stop]))
+        for part in self.parts:
+            common = Span(part.offset, part.offset + part.num_bytes).overlap(window)
+            if common.numel:
+                here = part.source_bytes[common.start - part.offset : common.stop - part.offset]
+                out[common.start - start : common.stop - start].copy_(here)
+
+
+def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Image:
+    """The file `name` with what this rank writes of `content`, and `documents` by key, such as `rank/0`.
+
+    Raises `CheckpointError` for a dtype that the format has no word for.
+    """
+    sources = [(entry.kind, entry.name, *_source(entry)) for entry in content.entries if entry.written.numel]
+    for key, text in documents.items():
+        kind, _, label = key.partition("/")
+        sources.append((kind, label, NO_SPAN, bytes_tensor(text), (len(text),)))
+    sources.sort(key=lambda source: -source[3].element_size())  # so that each starts on a multiple of its element
+    head = _head(sources)
+    parts, offset = [], len(head)
+    for kind, label, span, tensor, shape in sources:
+        parts.append(Part(kind, label, span, tensor, offset, shape))
+        offset += tensor.nbytes
+    return Image(name, head, tuple(parts))
+
+
+NO_SPAN = Span(0, 0)
+_Source = tuple[str, str, Span, torch.Tensor, tuple[int, ...] | None]
+
+
+def _source(entry: Entry) -> tuple[Span, torch.Tensor, tuple[int, ...] | None]:
+    """What of an entry this rank writes, flat."""
+    tensor = entry.tensor.detach()
+    if tensor.dtype not in SAFETENSORS_DTYPES:
+        raise CheckpointError(f"{entry.key} is {dtype_name(tensor.dtype)}, which safetensors has no word for.")
+    flat = tensor.contiguous().reshape(-1)
+    if entry.is_whole:
+        return NO_SPAN, flat, tuple(tensor.shape)
+    mine = entry.written.within(entry.span)
+    return entry.written, flat[mine.start : mine.stop], None
+
+
+def _head(sources: list[_Source]) -> bytes:
+    """The length and the JSON, filled with spaces to a multiple of 64 bytes, as the format allows."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for kind, label, _, tensor, _ in sources:
+        entries[f"{kind}/{label}"] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": [tensor.numel()],
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Sums:
+    """The checksums of an image, from its bytes in the order in which they are written."""
+
+    def __init__(self, image: Image) -> None:
+        regions = [Span(0, len(image.head))]
+        regions += [Span(part.offset, part.offset + part.num_bytes) for part in image.parts]
+        self._blocks = _blocks(regions)
+        self._sums: list[list[int]] = [[] for _ in regions]
+        self._position = 0
+        self._crc32 = 0
+        self._block, self._region = next(self._blocks)
+
+    def add(self, window: memoryview) -> None:
+        """The bytes that follow those of the last call. What is behind the image is padding, and not summed."""
+        start, self._position = self._position, self._position + len(window)
+        while self._block is not None:
+            common = self._block.overlap(Span(start, self._position))
+            self._crc32 = zlib.crc32(window[common.start - start : common.stop - start], self._crc32)
+            if self._block.stop > self._position:
+                return
+            self._sums[self._region].append(self._crc32)
+            self._crc32 = 0
+            self._block, self._region = next(self._blocks, (None, 0))
+
+    @property
+    def of_head(self) -> int:
+        return self._sums[0][0]
+
+    @property
+    def of_parts(self) -> list[list[int]]:
+        return self._sums[1:]
+
+
+def _blocks(regions: list[Span]) -> Iterator[tuple[Span | None, int]]:
+    """What has a sum of its own, with the number of the region that it is in. The first region, the head, has one."""
+    for number, region in enumerate(regions):
+        size = block_bytes_of(region.numel) if number else region.numel
+        for start in range(region.start, region.stop, size):
+            yield Span(start, min(start + size, region.stop)), number

@@ -1,0 +1,55 @@
+"""Which checkpoints of a folder stay when a new one has been written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What stays in a folder: the union of what each of these asks for; everything, if none does.
+
+    - `last`: that many of the highest steps.
+    - `every`: steps that are multiples of it, for good.
+    - `best`: a name given in `engine.save(..., metrics={...})`: the `num_best` checkpoints in which it is smallest, or
+      with `largest` largest. A checkpoint without that metric, or in which it is not a number, is never best.
+
+    The one just written always stays.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: str | None = None
+    num_best: int = 1
+    largest: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "num_best"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"Keep({name}={value!r}) means nothing; give a whole number of at least 1.")
+
+    def chosen(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """The steps that stay, of those that `metrics` has."""
+        steps = sorted(metrics)
+        if self.last is None and self.every is None and self.best is None:
+            return set(steps)
+        kept = set(steps[-self.last :]) if self.last is not None else set()
+        if self.every is not None:
+            kept |= {step for step in steps if step % self.every == 0}
+        if self.best is not None:
+            kept |= set(self._ranked(self.best, metrics)[: self.num_best])
+        return kept
+
+    def _ranked(self, metric: str, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Steps that have the metric, best first; of equal ones the earlier."""
+        values = {step: said[metric] for step, said in metrics.items() if metric in said}
+        sign = -1 if self.largest else 1
+        return sorted(_numbers(values), key=lambda step: (sign * values[step], step))
+
+
+def _numbers(values: Mapping[int, float]) -> Iterable[int]:
+    return (step for step, value in values.items() if value == value)  # NaN is not itself

@@ -1,0 +1,125 @@
+"""One job writes into a folder of checkpoints at a time.
+
+[Note: whose folder] A small file names the host, the process and when that process began. A process that is gone, on
+this host, has left it behind, and it is taken over. So it is from another host, where nobody here can see whether that
+process still lives: a job that was moved to another machine must be able to go on. Should the other one live after
+all, it finds before it next publishes that the folder is no longer its own, and refuses. Either way, at most one of
+two jobs publishes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from shardwise.errors import CheckpointError
+
+LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process, so that another one with the same number is not taken for it."""
+
+    host: str
+    pid: int
+    began: float
+
+    @classmethod
+    def me(cls) -> Holder:
+        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+    def is_same(self, other: Holder | None) -> bool:
+        """Two looks at one process may differ a little in when it began: clocks are set."""
+        return (
+            other is not None and (self.host, self.pid) == (other.host, other.pid) and abs(self.began - other.began) < 2
+        )
+
+    def is_gone(self) -> bool:
+        """Whether this process has ended, as far as can be seen from here."""
+        if self.host != socket.gethostname():
+            return True
+        try:
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:  # it has ended, and nobody has asked how
+                return True
+            return not self.is_same(Holder(self.host, self.pid, process.create_time()))
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.AccessDenied:
+            return False
+
+
+class FolderLock:
+    """The right to write into `folder`, held by this process; see [Note: whose folder]."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / LOCK
+        self._me = Holder.me()
+
+    def acquire(self) -> bool:
+        """Take it, or raise `CheckpointError` naming who has it. Returns whether it was not held by this process."""
+        for _ in range(10):
+            holder = self._holder()
+            if self._me.is_same(holder):
+                return False
+            if holder is not None:
+                if not holder.is_gone():
+                    raise CheckpointError(
+                        f"{self._folder} is being written to by {holder}. Two jobs cannot share a folder of "
+                        f"checkpoints: end the other one, or give this one a folder of its own."
+                    )
+                with contextlib.suppress(FileNotFoundError):
+                    self._path.unlink()
+            if self._make():
+                return True
+        raise CheckpointError(f"{self._path} changes hands faster than it can be taken; how many jobs write there?")
+
+    def check(self) -> None:
+        """Raise `CheckpointError` unless it is still ours."""
+        holder = self._holder()
+        if not self._me.is_same(holder):
+            raise CheckpointError(
+                f"{self._folder} has been taken over by {holder or 'another job'}, so nothing more is written to it "
+                f"from here. End one of the two jobs."
+            )
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._me.is_same(self._holder()):
+                self._path.unlink()
+
+    def _holder(self) -> Holder | None:
+        """Whoever the file names; nobody if it is not there or was cut off by a crash."""
+        try:
+            said = json.loads(self._path.read_text())
+            return Holder(str(said["host"]), int(said["pid"]), float(said["began"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError):
+            return Holder("an unknown host", 0, 0.0)
+
+    def _make(self) -> bool:
+        """Put our name there with its content at once: a link to a file that is complete. False if one was faster."""
+        mine = self._path.with_name(f"{LOCK}.{self._me.pid}")
+        mine.write_text(json.dumps(asdict(self._me)))
+        try:
+            os.link(mine, self._path)
+        except FileExistsError:
+            return False
+        except OSError:  # no hard links here
+            mine.replace(self._path)
+            return True
+        finally:
+            mine.unlink(missing_ok=True)
+        return True

@@ -1,0 +1,44 @@
+"""Run by `test_checkpoint_faults.py`: two steps, a checkpoint after each; rank 1 is killed in its second file if asked.
+
+dies_while_saving.py FOLDER [die]
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint import write
+
+
+def main() -> None:
+    with sw.World.join(timeout_seconds=60) as world:
+        model = nn.Linear(64, 64)
+        with sw.shard(model, "zero3", optimizer=torch.optim.AdamW(model.parameters()), world=world) as engine:
+            resumed = engine.resume(sys.argv[1])
+            if resumed is not None and world.rank == 0:
+                print(f"resumed from {resumed.step}", flush=True)
+            while engine.num_steps < 2:
+                engine.backward(engine(torch.ones(2, 64)).sum())
+                engine.step()
+                if engine.num_steps == 2 and sys.argv[2:] == ["die"]:
+                    if world.rank == 1:
+                        write._write_all = die
+                    engine.save(sys.argv[1], wait=False)
+                    time.sleep(60)
+                engine.save(sys.argv[1], wait=False)
+
+
+def die(handle: int, window: memoryview) -> None:
+    os.write(handle, window[:4096])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Bytes that torch allocates, counted where it does: every new storage that an operation of this thread returns."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):
+    """Inside `with`: the most that was alive at once of what was allocated there, `peak_bytes`.
+
+    Storages that were there before are not counted when they are resized, nor is memory that is not torch's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if _is_tensor(tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if _is_tensor(tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes())
+        return result
+
+    def _live_bytes(self) -> int:
+        alive = {key: storage for key, ref in self._storages.items() if (storage := ref()) is not None}
+        self._storages = {key: self._storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,225 @@
+"""Whatever wrote a checkpoint, anything can read it: every preset, world, unit boundary and precision."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocations import Allocations
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from twins import Batch, Transformer, batches
+
+import shardwise as sw
+from shardwise.checkpoint.index import read_index
+from shardwise.placement import PRESETS
+from shardwise.testing import run_ranks
+
+ROWS = 24  # divides among 1, 2, 3, 4 and 8 ranks
+Tensors = dict[tuple[str, str], torch.Tensor | None]
+
+
+def model() -> Transformer:
+    torch.manual_seed(0)
+    made = Transformer(tied=True, num_blocks=2)
+    made.blocks[0].up.weight.requires_grad_(False)
+    made.register_buffer("seen", torch.arange(3.0))
+    return made
+
+
+def optimizer_of(made: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, so that parameters come in another order than in the model."""
+    groups = [
+        {"params": [param for param in made.parameters() if param.dim() < 2], "weight_decay": 0.0},
+        {"params": [param for param in made.parameters() if param.dim() > 1]},
+    ]
+    return torch.optim.AdamW(groups, lr=3e-3, eps=1e-5)
+
+
+def on_ranks(num_ranks: int, plan: dict[str, Any], work: Callable[[sw.Engine], Any]) -> list[Any]:
+    replicas = [model() for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> Any:
+        made = replicas[world.rank]
+        with sw.shard(made, plan, optimizer=optimizer_of(made), world=world) as engine:
+            return work(engine)
+
+    return run_ranks(num_ranks, rank)
+
+
+def mine(engine: sw.Engine, batch: Batch) -> tuple[torch.Tensor, ...]:
+    return tuple(part.chunk(engine.world.size)[engine.world.rank] for part in batch)
+
+
+def train(engine: sw.Engine, data: list[Batch]) -> list[float]:
+    losses = []
+    for batch in data:
+        loss = engine(*mine(engine, batch))
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.mean(loss.item()))
+    return losses
+
+
+def whole(engine: sw.Engine) -> Tensors:
+    names = [name for name, _ in engine.module.named_parameters()]
+    kinds = ("param", "exp_avg", "exp_avg_sq")
+    return {(name, what): engine.get(name, what) for name in names for what in kinds}
+
+
+def assert_same(one: Tensors, other: Tensors, *, rounded: bool) -> None:
+    """Bit by bit; a frozen parameter, which rests in the precision, may have been rounded to bf16 on the way."""
+    for key, value in one.items():
+        there = other[key]
+        assert (value is None) == (there is None), key
+        if value is None or there is None:
+            continue
+        is_frozen = key == ("blocks.0.up.weight", "param")
+        tolerance = 1e-2 if is_frozen and rounded else 0.0
+        assert torch.allclose(value.float(), there.float(), rtol=tolerance, atol=0.0), key
+
+
+def steps_of(engine: sw.Engine) -> set[float]:
+    """The optimizer's own step counters on this rank."""
+    optimizer = engine._require_optimizer()
+    states = [optimizer.state_of(piece) for piece in optimizer.pieces]
+    return {float(state["step"]) for state in states if state}
+
+
+MESHES = {"hsdp": {"node": 2, "local": 2}, "hpz": {"node": 2, "local": 2}}
+
+
+def test_every_preset_reads_every_preset(tmp_path: Path) -> None:
+    data = batches(4, rows=ROWS)
+    plans = {name: {"preset": name, **({"mesh": MESHES[name]} if name in MESHES else {})} for name in PRESETS}
+    expected = {}
+    for name, plan in plans.items():
+
+        def write(engine: sw.Engine, name: str = name) -> Any:
+            train(engine, data[:3])
+            engine.save(tmp_path / name)
+            return whole(engine), train(engine, data[3:])
+
+        expected[name] = on_ranks(4, plan, write)[0]
+
+    def read(engine: sw.Engine) -> None:
+        for name, (tensors, losses) in expected.items():
+            loaded = engine.resume(tmp_path / name)
+            assert loaded is not None
+            assert (loaded.step, steps_of(engine)) == (3, {3.0})
+            assert_same(tensors, whole(engine), rounded=False)
+            assert train(engine, data[3:]) == pytest.approx(losses, rel=1e-6)
+
+    for plan in plans.values():
+        on_ranks(4, plan, read)
+
+
+def test_a_run_that_grows_and_shrinks(tmp_path: Path) -> None:
+    """1, 2, 3, 8, 4 and 1 ranks, a few steps each, are one run."""
+    data = batches(12, rows=ROWS)
+    expected = on_ranks(1, {"preset": "ddp"}, lambda engine: train(engine, data))[0]
+    losses: list[float] = []
+    for leg, (num_ranks, name) in enumerate(
+        [(1, "zero3"), (2, "zero1"), (3, "zero3"), (8, "hpz"), (4, "hsdp"), (1, "ddp")]
+    ):
+        mesh = {"node": num_ranks // 2, "local": 2} if name in MESHES else None
+
+        def go_on(engine: sw.Engine, leg: int = leg) -> Any:
+            assert (engine.resume(tmp_path) is None) == (leg == 0)
+            assert engine.num_steps == 2 * leg
+            done = train(engine, data[2 * leg : 2 * leg + 2])
+            engine.save(tmp_path, wait=False)
+            return done
+
+        losses += on_ranks(num_ranks, {"preset": name, **({"mesh": mesh} if mesh else {})}, go_on)[0]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+UNITS: list[Any] = ["auto", {"class": "Linear"}, {"min_numel": 3000}, ["blocks.*"], ["blocks.0", "blocks.1.up"]]
+
+
+@st.composite
+def settings_of(draw: Any) -> tuple[int, dict[str, Any]]:
+    num_ranks = draw(st.sampled_from([1, 2, 3, 4]))
+    name = draw(st.sampled_from(sorted(PRESETS)))
+    plan: dict[str, Any] = {"preset": name, "units": draw(st.sampled_from(UNITS))}
+    plan["precision"] = draw(st.sampled_from(["fp32", "bf16"]))
+    if name in MESHES or draw(st.booleans()):
+        nodes = draw(st.sampled_from([nodes for nodes in (1, 2, 3, 4) if num_ranks % nodes == 0]))
+        plan["mesh"] = {"node": nodes, "local": num_ranks // nodes}
+    return num_ranks, plan
+
+
+@settings(max_examples=15, deadline=None)
+@given(wrote=settings_of(), reads=settings_of(), wait=st.booleans())
+def test_any_to_any(wrote: tuple[int, dict[str, Any]], reads: tuple[int, dict[str, Any]], wait: bool) -> None:
+    data = batches(3, rows=ROWS)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def write(engine: sw.Engine) -> Any:
+            train(engine, data[:2])
+            engine.save(folder, state={"seen": (1, "two")}, wait=wait)
+            return whole(engine), train(engine, data[2:])
+
+        def read(engine: sw.Engine) -> Any:
+            loaded = engine.resume(folder)
+            assert loaded is not None
+            assert loaded.state == {"seen": (1, "two")}
+            return whole(engine), train(engine, data[2:])
+
+        tensors, losses = on_ranks(*wrote, write)[0]
+        read_tensors, read_losses = on_ranks(*reads, read)[0]
+    precisions = {wrote[1]["precision"], reads[1]["precision"]}
+    assert_same(tensors, read_tensors, rounded=precisions != {"fp32"})
+    assert read_losses == pytest.approx(losses, rel=1e-6 if precisions == {"fp32"} else 2e-2)
+
+
+def test_each_rank_reads_and_holds_what_it_needs(tmp_path: Path) -> None:
+    """From 2 ranks to 8: bytes read are twice what is needed (to check, then to fill) but for the edges of blocks;
+    allocated are the states, and the few blocks that reading takes."""
+    num_layers, layer_bytes = 4, 4 * 1024 * 1024
+    needed = 3 * num_layers * layer_bytes // 8
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        made = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(num_layers)))
+        return made, torch.optim.AdamW(made.parameters())
+
+    def write(world: sw.World) -> None:
+        made, optimizer = build()
+        with sw.shard(made, "zero3", optimizer=optimizer, world=world) as engine:
+            engine.backward(engine(torch.ones(1, 1024)).sum())
+            engine.step()
+            engine.save(tmp_path)
+
+    def read(world: sw.World) -> tuple[int, int]:
+        made, optimizer = build()
+        with sw.shard(made, "zero3", optimizer=optimizer, world=world) as engine, Allocations() as allocations:
+            loaded = engine.resume(tmp_path)
+            assert loaded is not None
+            return loaded.num_bytes_read, allocations.peak_bytes
+
+    run_ranks(2, write)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("rank-*")) < 8 * needed * 1.01  # each element once
+    for num_bytes_read, peak_bytes in run_ranks(8, read):
+        assert 2 * needed <= num_bytes_read <= 2 * needed * 1.02 + 2 * 2**16
+        assert peak_bytes <= needed * 2 // 3 + 4 * 2**20 + 2**17
+
+
+def test_copies_share_the_writing(tmp_path: Path) -> None:
+    """All ranks of `ddp` have everything; each writes its part."""
+
+    def write(engine: sw.Engine) -> None:
+        train(engine, batches(1, rows=ROWS))
+        engine.save(tmp_path)
+
+    on_ranks(4, {"preset": "ddp"}, write)
+    index = read_index(tmp_path / "step-00000001")
+    sizes = [file.num_bytes for file in index.files]
+    assert max(sizes) < 1.5 * min(sizes)
+    elements = sum(chunk.stop - chunk.start for chunk in index.chunks if chunk.kind == "param")
+    assert elements == sum(param.numel() for param in model().parameters())

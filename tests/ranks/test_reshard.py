@@ -1,0 +1,253 @@
+"""A live engine goes on by another plan: nothing is lost, only what is missing travels, and training races a twin."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from allocations import Allocations
+from torch import nn
+from twins import Batch, Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run
+
+import shardwise as sw
+from shardwise.errors import ConfigError, StateError
+from shardwise.testing import run_ranks
+
+TWO = {"node": 2, "local": 2}
+PLANS: dict[str, dict[str, Any]] = {
+    "ddp": {"preset": "ddp"},
+    "zero1": {"preset": "zero1"},
+    "zero3": {"preset": "zero3"},
+    "zero3-kept by class": {"preset": "zero3-kept", "units": {"class": "Linear"}},
+    "hsdp": {"preset": "hsdp", "mesh": TWO},
+    "hpz": {"preset": "hpz", "mesh": TWO, "units": {"min_numel": 3000}},
+    "zero2 clipped": {"preset": "zero2", "clip_grad_norm": 0.5},
+}
+
+
+def start() -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(tied=True)
+    model.blocks[0].up.weight.requires_grad_(False)
+    return model
+
+
+def whole(engine: sw.Engine) -> dict[tuple[str, str], torch.Tensor | None]:
+    """Every parameter and both moments."""
+    names = [name for name, _ in engine.module.named_parameters()]
+    return {(name, what): engine.get(name, what) for name in names for what in ("param", "exp_avg", "exp_avg_sq")}
+
+
+def same(one: dict[Any, Any], other: dict[Any, Any]) -> None:
+    for key, value in one.items():
+        assert (value is None) == (other[key] is None), key
+        assert value is None or torch.equal(value, other[key]), key
+
+
+def rounds(engine: sw.Engine, data: list[Batch]) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for x, y in data:
+        rows = x.shape[0] // engine.world.size
+        mine = slice(engine.world.rank * rows, (engine.world.rank + 1) * rows)
+        loss = engine_step(engine, adamw(nn.Linear(1, 1)), (x[mine], y[mine]))
+        losses.append(engine.mean(loss.item()))
+        norms.append(engine.gradient_norm or 0.0)
+    return losses, norms
+
+
+CLIPPED = "zero2 clipped"
+ORDERS = [
+    [*PLANS, "ddp"],
+    ["hpz", "hsdp", "zero1", "zero3-kept by class", "ddp", "zero3", "hpz"],
+]
+
+
+@pytest.mark.parametrize("names", ORDERS, ids=["-".join(order[:2]) for order in ORDERS])
+def test_one_run_through_many_plans(names: list[str]) -> None:
+    """Three steps by each plan; before and after each change all tensors are the same bits, and so is the twin."""
+    names = [name for name in names if name != CLIPPED]
+    data = batches(3 * len(names))
+    replicas = [start() for _ in range(4)]
+
+    def rank(world: sw.World) -> Run:
+        optimizer = adamw(replicas[world.rank])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+        run = Run()
+        with sw.shard(replicas[world.rank], PLANS[names[0]], optimizer=optimizer, world=world) as engine:
+            for index, name in enumerate(names):
+                if index:
+                    before = whole(engine)
+                    engine.reshard(PLANS[name])
+                    same(before, whole(engine))
+                    assert engine.num_steps == 3 * index
+                losses, norms = rounds(engine, data[3 * index : 3 * index + 3])
+                run.losses += losses
+                run.norms += norms
+                memory = engine.memory()
+                assert memory.measured["param"] == memory.promised["param"]
+                assert memory.measured["optim"] <= memory.promised["optim"] + 4 * 100  # a step counter per parameter
+            assert optimizer.param_groups[0] is scheduler.optimizer.param_groups[0]
+            run.params = full_params(engine)
+        return run
+
+    runs = run_ranks(4, rank)
+    assert_same(runs[0], plain_run(start(), data))
+
+
+def test_precision_there_and_back() -> None:
+    """Master weights stay as they are; what computes is their cast. The first losses in fp32 again are fp32's."""
+    replicas = [start() for _ in range(2)]
+    data = batches(4)
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(replicas[world.rank], "zero3", optimizer=adamw(replicas[world.rank]), world=world) as engine:
+            rounds(engine, data[:2])
+            before = whole(engine)
+            x, y = data[2]
+            with torch.no_grad():
+                loss = engine(x, y).item()
+            engine.reshard({"preset": "zero2", "precision": "bf16"})
+            trained = {key: value for key, value in before.items() if key[0] != "blocks.0.up.weight"}
+            same(trained, whole(engine))
+            assert next(engine.module.parameters()).dtype == torch.bfloat16
+            with torch.no_grad():
+                assert engine(x, y).item() == pytest.approx(loss, rel=2e-2)
+            engine.reshard("zero1")
+            same(trained, whole(engine))
+            with torch.no_grad():
+                assert engine(x, y).item() == pytest.approx(loss, rel=1e-3)  # the frozen one was bf16 in between
+            engine.reshard({"preset": "zero3", "precision": "bf16"})
+            losses, _ = rounds(engine, data[2:])
+            assert losses[0] == pytest.approx(loss, rel=2e-2)
+
+    run_ranks(2, rank)
+
+
+def test_only_what_is_missing_travels() -> None:
+    """Nothing, where the optimizer's states stay where they are; else what ranks lack, and each byte once."""
+    replicas = [Transformer() for _ in range(4)]
+    sizes = [param.numel() for param in replicas[0].parameters()]
+
+    def rank(world: sw.World) -> list[int]:
+        model = replicas[world.rank]
+        sent = []
+        with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
+            rounds(engine, batches(2))
+            for plan in ("zero1", "ddp", "zero3"):
+                ledger = engine._ledger
+                before = ledger.sent_bytes["all_to_all", "world"]
+                engine.reshard(plan)
+                sent.append(ledger.sent_bytes["all_to_all", "world"] - before)
+        return sent
+
+    sent = run_ranks(4, rank)
+    assert [total[0] for total in sent] == [0] * 4
+    assert sum(total[1] for total in sent) == 3 * 12 * sum(sizes)  # three ranks lack each of 12 bytes a parameter
+    assert [total[2] for total in sent] == [0] * 4
+
+
+def test_the_peak_is_one_unit_more() -> None:
+    """All that is alive at once on one rank of two while things move, by the storages that torch makes."""
+    replicas = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))) for _ in range(2)]
+    unit_bytes = 3 * 64 * 65 * 4  # with both moments
+    whole_bytes = 16 * unit_bytes
+
+    def rank(world: sw.World) -> list[int]:
+        model = replicas[world.rank]
+        optimizer = torch.optim.AdamW(model.parameters())
+        peaks = []
+        with Allocations() as allocations:
+            engine = sw.shard(model, "ddp", optimizer=optimizer, world=world)
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 64)).sum())
+                engine.step()
+            for plan in ("zero3", "ddp", "zero1"):
+                allocations.peak_bytes = 0
+                engine.reshard(plan)
+                peaks.append(allocations.peak_bytes)
+            engine.close()
+        return peaks
+
+    messages_bytes = unit_bytes  # half a unit sent and half received, and as much again in the threads' mail
+    for peaks in run_ranks(2, rank):
+        for peak in peaks:
+            assert peak <= whole_bytes + unit_bytes + messages_bytes
+
+
+def test_freezing_and_thawing_between_plans() -> None:
+    replicas = [start() for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        model = replicas[world.rank]
+        with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
+            rounds(engine, batches(2))
+            before = whole(engine)
+            model.blocks[1].requires_grad_(False)
+            model.blocks[0].requires_grad_(True)
+            engine.reshard("zero2")
+            after = whole(engine)
+            same({key: value for key, value in before.items() if key[1] == "param"}, after)
+            assert after["blocks.1.up.weight", "exp_avg"] is None
+            rounds(engine, batches(2))
+            moved = {name: tensor for (name, what), tensor in whole(engine).items() if what == "param"}
+            assert torch.equal(moved["blocks.1.up.weight"], before["blocks.1.up.weight", "param"])
+            assert not torch.equal(moved["blocks.0.up.weight"], before["blocks.0.up.weight", "param"])
+
+    run_ranks(2, rank)
+
+
+def test_a_checkpoint_after_a_change_of_plan(tmp_path: Any) -> None:
+    replicas = [start() for _ in range(2)]
+    twin = copy.deepcopy(replicas[0])
+
+    def rank(world: sw.World) -> Any:
+        model = replicas[world.rank]
+        with sw.shard(model, "ddp", optimizer=adamw(model), world=world) as engine:
+            rounds(engine, batches(2))
+            engine.reshard("zero3")
+            rounds(engine, batches(1))
+            engine.save(tmp_path)
+            return whole(engine)
+
+    expected = run_ranks(2, rank)[0]
+    with sw.shard(twin, "zero1", optimizer=adamw(twin)) as engine:
+        assert engine.resume(tmp_path) is not None
+        same(expected, whole(engine))
+
+
+def test_refusals_change_nothing() -> None:
+    model = start()
+    with sw.shard(model, "zero3", optimizer=adamw(model)) as engine:
+        rounds(engine, batches(1))
+        before = whole(engine)
+        x, y = batches(1)[0]
+        engine.backward(engine(x, y))
+        with pytest.raises(StateError, match="Gradients are waiting"):
+            engine.reshard("zero1")
+        engine.zero_grad()
+        for plan, words in [
+            ("zero9", "no preset"),
+            ({"units": ["nowhere"]}, "no such module"),
+            ({"mesh": {"dp": 3}}, "3"),
+        ]:
+            with pytest.raises(ConfigError, match=words):
+                engine.reshard(plan)
+        same(before, whole(engine))
+        rounds(engine, batches(2))
+
+
+def test_an_engine_without_an_optimizer() -> None:
+    replicas = [start() for _ in range(2)]
+    x, y = batches(1)[0]
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(replicas[world.rank], "zero3", world=world) as engine, torch.no_grad():
+            loss = engine(x, y)
+            for plan in itertools.islice(itertools.cycle(["ddp", "zero3-kept"]), 3):
+                engine.reshard(plan)
+                assert torch.equal(engine(x, y), loss)
+
+    run_ranks(2, rank)

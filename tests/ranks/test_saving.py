@@ -1,0 +1,356 @@
+"""Saving in the background, what is kept, what an engine remembers, and what comes back of all that."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import Transformer, adamw, batches
+
+import shardwise as sw
+from shardwise.checkpoint import Keep, checkpoints_in, folder, write
+from shardwise.checkpoint.index import read_index
+from shardwise.errors import CheckpointError
+from shardwise.testing import run_ranks
+
+
+def on_ranks(num_ranks: int, work: Callable[[sw.Engine], Any], plan: Any = "zero3") -> list[Any]:
+    torch.manual_seed(0)
+    replicas = [Transformer(num_blocks=1) for _ in range(num_ranks)]
+    for replica in replicas[1:]:
+        replica.load_state_dict(replicas[0].state_dict())
+
+    def rank(world: sw.World) -> Any:
+        model = replicas[world.rank]
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            return work(engine)
+
+    return run_ranks(num_ranks, rank)
+
+
+def train(engine: sw.Engine, num_steps: int = 1) -> None:
+    for x, y in batches(num_steps):
+        engine.backward(engine(x, y))
+        engine.step()
+
+
+def whole(engine: sw.Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+
+
+class Slow:
+    """Holds up every write until `go`; an event that all ranks share, and what each has begun."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        plain = write._write_all
+
+        def held(handle: int, window: memoryview) -> None:
+            assert self.go.wait(30)
+            plain(handle, window)
+
+        monkeypatch.setattr(write, "_write_all", held)
+
+
+def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on while it is written, and does not show in it; nothing is there before all of it is."""
+    slow = Slow(monkeypatch)
+
+    def work(engine: sw.Engine) -> None:
+        train(engine, 2)
+        expected = whole(engine)
+        engine.save(tmp_path, wait=False)
+        train(engine, 2)
+        assert checkpoints_in(tmp_path) == {}
+        engine.world.barrier()
+        slow.go.set()
+        engine.wait_for_save()
+        assert list(checkpoints_in(tmp_path)) == [2]
+        assert engine.resume(tmp_path) is not None
+        there = whole(engine)
+        assert all(torch.equal(expected[name], there[name]) for name in expected)
+
+    on_ranks(2, work)
+
+
+def test_saves_queue_up_one_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second save waits for the first: both are good, and memory for one is enough."""
+    slow = Slow(monkeypatch)
+
+    def work(engine: sw.Engine) -> int:
+        train(engine)
+        engine.save(tmp_path, wait=False)
+        memory = engine._saver._stage._memory.data_ptr()
+        threading.Timer(0.2, slow.go.set).start()
+        started = time.monotonic()
+        train(engine)
+        engine.save(tmp_path, wait=False)
+        assert time.monotonic() - started > 0.05
+        assert engine._saver._stage._memory.data_ptr() == memory
+        return 0
+
+    on_ranks(2, work)  # the engine closes, and so waits for the second
+    assert list(checkpoints_in(tmp_path)) == [1, 2]
+
+
+@pytest.mark.parametrize("surfaces", ["save", "resume", "wait_for_save", "close"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_behind_the_back_comes_to_light(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surfaces: str, rank: int
+) -> None:
+    """At the next call that has to do with checkpoints, on all ranks, in the same words; the earlier one stays."""
+    plain = write._write_all
+
+    def full(handle: int, window: memoryview) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith(f"rank-{rank:05d}.safetensors") and armed.is_set():
+            raise OSError(28, "No space left on device")
+        plain(handle, window)
+
+    armed = threading.Event()
+    monkeypatch.setattr(write, "_write_all", full)
+    letters: dict[int, str] = {}
+
+    def work(engine: sw.Engine) -> None:
+        train(engine)
+        engine.save(tmp_path)
+        engine.world.barrier()
+        armed.set()
+        train(engine)
+        engine.save(tmp_path, wait=False)
+        train(engine)
+        if surfaces == "close":
+            try:
+                engine.close()
+            except CheckpointError as error:
+                letters[engine.world.rank] = str(error)
+            return
+        calls = {"save": lambda: engine.save(tmp_path), "resume": lambda: engine.resume(tmp_path)}
+        with pytest.raises(CheckpointError) as caught:
+            calls.get(surfaces, engine.wait_for_save)()
+        letters[engine.world.rank] = str(caught.value)
+        engine.world.barrier()
+        armed.clear()
+        resumed = engine.resume(tmp_path)
+        assert resumed is not None
+        assert resumed.step == 1
+        train(engine)
+        engine.save(tmp_path)
+
+    on_ranks(2, work)
+    assert "step-00000002 could not be written" in letters[0]
+    assert "No space left" in letters[0]
+    if surfaces == "close":
+        assert 0 in letters  # rank 0 hears of everybody's failure, others of their own
+    else:
+        assert letters[0] == letters[1]
+        assert str(tmp_path) in letters[0]
+    assert not list(tmp_path.glob(".writing-*"))
+    assert 1 in checkpoints_in(tmp_path)
+
+
+def test_a_rank_that_never_finishes_is_named(tmp_path: Path) -> None:
+    """Rank 1 ends without a word while the others' files are there: rank 0 gives up after a while, and says so."""
+
+    def work(engine: sw.Engine) -> None:
+        train(engine)
+        engine._saver._timeout_seconds = 0.3
+        if engine.world.rank == 1:
+            engine._saver._write_behind = lambda *_: None  # type: ignore[method-assign]
+        engine.save(tmp_path, wait=False)
+        with pytest.raises(CheckpointError, match="rank 1 has not finished its file, which has not grown for 300 ms"):
+            engine.wait_for_save()
+
+    on_ranks(2, work)
+    assert checkpoints_in(tmp_path) == {}
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 50 * 1024
+
+    def work(engine: sw.Engine) -> None:
+        train(engine)
+        engine.save(tmp_path)
+        engine.world.barrier()
+        if engine.world.rank == 0:
+            monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: Usage)
+        engine.world.barrier()
+        train(engine)
+        with pytest.raises(CheckpointError, match=r"takes 1\.\d MiB, but its file system has 50\.0 KiB free"):
+            engine.save(tmp_path, wait=False)
+
+    on_ranks(2, work)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    """Over two runs: the second knows the metrics of the first from what it finds."""
+    losses = [5.0, 1.0, 4.0, 3.0, 2.0, 6.0, 7.0]
+    keep = Keep(last=2, every=4, best="loss")
+
+    def work(engine: sw.Engine) -> None:
+        for step in steps:
+            engine.save(tmp_path, step=step, keep=keep, metrics={"loss": losses[step]}, wait=step % 2 == 0)
+
+    steps = range(1, 4)
+    on_ranks(2, work)
+    assert list(checkpoints_in(tmp_path)) == [1, 2, 3]
+    steps = range(4, 7)
+    on_ranks(2, work)
+    assert list(checkpoints_in(tmp_path)) == [1, 4, 5, 6]
+    assert read_index(tmp_path / "step-00000005").metrics == {"loss": 6.0}
+    assert (tmp_path / "latest").read_text() == "step-00000006"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+class Loader:
+    """Each rank is somewhere else."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, ("a", 1): (2, 3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["position"] < 0:
+            raise ValueError("there is nothing before the start")
+        assert state["a", 1] == (2, 3)
+        self.position = state["position"]
+
+
+def test_what_an_engine_remembers(tmp_path: Path) -> None:
+    """Schedulers with whole-number keys and nested ones; a loader's place on each rank, in another world rank 0's."""
+
+    def schedule(engine: sw.Engine) -> torch.optim.lr_scheduler.LRScheduler:
+        optimizer = engine._require_optimizer().optimizer
+        first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        second = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4, 4])
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], milestones=[3])
+
+    def go(engine: sw.Engine, scheduler: Any, num_steps: int) -> list[float]:
+        rates = []
+        for _ in range(num_steps):
+            train(engine)
+            scheduler.step()
+            rates.append(engine._require_optimizer().optimizer.param_groups[0]["lr"])
+        return rates
+
+    def work(engine: sw.Engine) -> list[float]:
+        scheduler, loader = schedule(engine), Loader(10 + engine.world.rank)
+        engine.remember(scheduler=scheduler, loader=loader)
+        go(engine, scheduler, 4)
+        engine.save(tmp_path)
+        return go(engine, scheduler, 5)
+
+    def again(engine: sw.Engine) -> tuple[list[float], int]:
+        scheduler, loader = schedule(engine), Loader(0)
+        engine.remember(scheduler=scheduler, loader=loader)
+        assert engine.resume(tmp_path) is not None
+        return go(engine, scheduler, 5), loader.position
+
+    rates = on_ranks(2, work)[0]
+    assert on_ranks(2, again) == [(rates, 10), (rates, 11)]
+    assert on_ranks(3, again) == [(rates, 10)] * 3
+
+
+def test_an_object_that_refuses_undoes_the_others(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> None:
+        rank = engine.world.rank
+        good, bad = Loader(5), Loader(-1 if rank == 1 else 3)
+        engine.remember(good=good, bad=bad)
+        engine.save(tmp_path)
+        good.position, bad.position = 70, 80
+        before = whole(engine)
+        train(engine)
+        trained = whole(engine)
+        with pytest.raises(CheckpointError, match=r"bad does not take the state .* nothing before the start"):
+            engine.resume(tmp_path)
+        assert (good.position, bad.position, engine.num_steps) == (70, 80, 1)
+        there = whole(engine)
+        assert all(torch.equal(trained[name], there[name]) for name in before)
+        engine.remember(newcomer=Loader(0))
+        with pytest.raises(CheckpointError, match="has no state of newcomer"):
+            engine.resume(tmp_path)
+
+    on_ranks(2, work)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a plain number, and a state in a dtype of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "betas": (0.5, 0.9), "tensor": torch.tensor(0.25)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("sum", torch.zeros_like(param, dtype=torch.float64)).add_(param.grad)
+                param.sub_((state["sum"] * group["lr"] / state["count"]).to(param.dtype))
+
+
+def test_numbers_stay_numbers_and_dtypes_stay_theirs(tmp_path: Path) -> None:
+    models = [nn.Linear(6, 5) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        optimizer = Counting(model.parameters())
+        with sw.shard(model, "zero2", optimizer=optimizer, world=world) as engine:
+            for _ in range(3):
+                engine.backward(engine(torch.ones(2, 6)).sum())
+                engine.step()
+            engine.save(tmp_path)
+            expected = [
+                dict(engine._require_optimizer().state_of(piece)) for piece in engine._require_optimizer().pieces
+            ]
+            optimizer.state.clear()
+            group = optimizer.param_groups[0]
+            group |= {"lr": 9.0, "betas": (0.0, 0.0)}
+            group["tensor"].fill_(9)
+            assert engine.resume(tmp_path) is not None
+            assert (group["lr"], group["betas"], group["tensor"].item()) == (0.1, (0.5, 0.9), 0.25)
+            for piece, state in zip(engine._require_optimizer().pieces, expected, strict=True):
+                there = engine._require_optimizer().state_of(piece)
+                if piece.span.numel:
+                    assert (there["count"], type(there["count"])) == (3, int)
+                    assert there["sum"].dtype == torch.float64
+                    assert torch.equal(there["sum"], state["sum"])
+
+    run_ranks(2, rank)
+
+
+def test_buffers_that_ranks_have_for_themselves(tmp_path: Path) -> None:
+    """With `sync_buffers: false` each rank's are its own, and come back so; new ranks get rank 0's."""
+
+    def build(value: float) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model.register_buffer("seen", torch.full((3,), value))
+        return model
+
+    def rank(world: sw.World) -> float:
+        model = build(-1.0)
+        plan = {"preset": "zero3", "sync_buffers": False}
+        with sw.shard(model, plan, world=world) as engine:
+            if world.size == 2:
+                model.seen.fill_(world.rank)
+                engine.save(tmp_path)
+                model.seen.fill_(9)
+            assert engine.resume(tmp_path) is not None
+            return float(model.seen[0])
+
+    assert run_ranks(2, rank) == [0.0, 1.0]
+    assert run_ranks(3, rank) == [0.0, 1.0, 0.0]
