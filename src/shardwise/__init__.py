@@ -21,9 +21,23 @@ if TYPE_CHECKING:
     from shardwise.config import Plan, load_plan
     from shardwise.engine import Engine, shard
     from shardwise.errors import ShardwiseError
+    from shardwise.formats import convert, inspect
     from shardwise.mesh import Mesh
 
-__all__ = ["Engine", "Keep", "Mesh", "Plan", "ShardwiseError", "World", "__version__", "data", "load_plan", "shard"]
+__all__ = [
+    "Engine",
+    "Keep",
+    "Mesh",
+    "Plan",
+    "ShardwiseError",
+    "World",
+    "__version__",
+    "convert",
+    "data",
+    "inspect",
+    "load_plan",
+    "shard",
+]
 
 _HOMES = {
     "Engine": "shardwise.engine",
@@ -32,6 +46,8 @@ _HOMES = {
     "Plan": "shardwise.config",
     "ShardwiseError": "shardwise.errors",
     "World": "shardwise.comm",
+    "convert": "shardwise.formats",
+    "inspect": "shardwise.formats",
     "load_plan": "shardwise.config",
     "shard": "shardwise.engine",
 }

@@ -66,13 +66,9 @@ class Access:
         `on_rank=False` takes part and keeps nothing.
         """
         params: dict[str, Tensor] = {}
-        for mover in self._movers.values():
-            flat = mover.flat
-            every = range(len(flat.slots))
-            pieces = {index: piece for index in every if (piece := self._piece(flat, index, PARAM)) is not None}
-            whole = self._whole(flat, pieces, self._dtype(flat, PARAM))
+        for name, param in self.whole_params():
             if on_rank:
-                params |= {slot.name: _cut(whole, slot.span).view(slot.shape).cpu().clone() for slot in flat.slots}
+                params[name] = param.cpu().clone()
         if not on_rank:
             return {}
         by_tensor = {param: name for name, param in self._model.named_parameters()}
@@ -81,6 +77,25 @@ class Access:
             name: params[by_tensor[value]] if by_tensor.get(value) in params else value.detach().cpu().clone()
             for name, value in state.items()
         }
+
+    def kept_params(self) -> dict[str, torch.dtype]:
+        """The sharded parameters in the order of `whole_params`, and the dtypes in which they are kept."""
+        flats = [mover.flat for mover in self._movers.values()]
+        return {slot.name: self._dtype(flat, PARAM) for flat in flats for slot in flat.slots}
+
+    def whole_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Each sharded parameter by its name, whole, in the precision in which the optimizer keeps it.
+
+        Ranks meet once for each unit, so all of them have to go through all of it. A tensor is good until the
+        next one of another unit.
+        """
+        for mover in self._movers.values():
+            flat = mover.flat
+            every = range(len(flat.slots))
+            pieces = {index: piece for index in every if (piece := self._piece(flat, index, PARAM)) is not None}
+            whole = self._whole(flat, pieces, self._dtype(flat, PARAM))
+            for slot in flat.slots:
+                yield slot.name, _cut(whole, slot.span).view(slot.shape)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over whole values, the same on all ranks, as `state_dict` returns them."""

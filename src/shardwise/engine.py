@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from shardwise.checkpoint import (
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError, StateError
+from shardwise.formats import DTYPES, MAX_FILE_BYTES, save_pretrained
 from shardwise.mesh import Mesh
 from shardwise.optim import AdoptedOptimizer, vet
 from shardwise.placement import KINDS, Table, mesh_for, table_for
@@ -365,6 +366,33 @@ class Engine:
             self._optimizer.give_back()
         del self._units, self._flats, self._runner, self._access, self._verdict, self._optimizer
         gc.collect()  # runner and hooks know each other, and would keep the old buffers until it is too late
+
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        overwrite: bool = False,
+    ) -> None:
+        """Write the model as a folder of Hugging Face, which `from_pretrained` loads. All ranks call.
+
+        Unit by unit: no rank ever has the whole model; rank 0 writes. Parameters have the precision in which the
+        optimizer keeps them, unless `dtype` asks for another. A model of the transformers library gets its
+        configuration too; any other module its state dict, as `model.safetensors`, split at `max_file_bytes`.
+        Raises `CheckpointError` on all ranks if `folder` is not empty and `overwrite` is not given.
+        """
+        self._require_open()
+        save_pretrained(
+            self.module,
+            self._access.kept_params(),
+            self._access.whole_params(),
+            self.world,
+            Path(folder),
+            dtype=None if dtype is None else DTYPES[dtype],
+            max_file_bytes=max_file_bytes,
+            overwrite=overwrite,
+        )
 
     def _content(self) -> Content:
         own = not self.plan.sync_buffers

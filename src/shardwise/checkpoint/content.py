@@ -49,6 +49,7 @@ class Content:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
 
 
 def content_of(
@@ -63,7 +64,7 @@ def content_of(
 
     Buffers are rank 0's, which after each step all ranks share; with `own_buffers` every rank has its own.
     """
-    content = Content()
+    content = Content(ties=_ties(model))
     for flat in flats:
         for index, slot in enumerate(flat.slots):
             content.shapes[slot.name] = slot.shape
@@ -79,6 +80,13 @@ def content_of(
         _add_states(content, optimizer)
         content.groups = _groups(optimizer)
     return content
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Further names of a parameter, and the first one, under which it is kept."""
+    first = {param: name for name, param in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[param] for name, param in every if first[param] != name}
 
 
 def kept_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:

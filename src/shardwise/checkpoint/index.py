@@ -64,6 +64,8 @@ class Index:
     groups: list[dict[str, Any]]
     """One per parameter group of the optimizer: its settings, and under `params` the names of its parameters."""
     versions: dict[str, str]
+    ties: dict[str, str] = field(default_factory=dict)
+    """Further names of a parameter, and the name it has here."""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """States of the optimizer that are plain numbers, by parameter and key."""
     metrics: dict[str, float] = field(default_factory=dict)

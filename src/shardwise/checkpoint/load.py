@@ -140,15 +140,15 @@ def _check_same_model(path: Path, index: Index, content: Content) -> None:
                 f"{path} has {name} with shape {index.shapes[name]}, but the model has {list(shape)}."
             )
     for name in index.shapes:
-        if name not in content.shapes:
+        if name not in content.shapes and name not in content.ties:
             raise CheckpointError(
                 f"{path} has a tensor {name} that the model lacks; it is a checkpoint of another model."
             )
 
 
 def _check_same_groups(path: Path, index: Index, content: Content, optimizer: AdoptedOptimizer | None) -> None:
-    """The optimizer's groups, by the names of their parameters."""
-    if optimizer is None:
+    """The optimizer's groups, by the names of their parameters. A checkpoint of weights alone has none."""
+    if optimizer is None or not index.groups:
         return
     if len(index.groups) != len(content.groups):
         raise CheckpointError(
@@ -172,9 +172,9 @@ def _work_out(recipe: _Recipe, reader: Reader, content: Content, optimizer: Adop
     for entry in content.entries:
         if entry.kind.startswith("state."):
             continue
-        kind = entry.kind if reader.first_chunk(entry.kind, entry.name) else entry.kind.partition(".")[0]
+        kind = _kind_there(reader, entry)
         recipe.tensors.append((entry, reader.reads(kind, entry.name, entry.span)))
-    for piece in optimizer.pieces if optimizer is not None else ():
+    for piece in optimizer.pieces if optimizer is not None and reader.index.groups else ():
         kinds = [kind for kind in reader.kinds_of(piece.name) if kind.startswith("state.")]
         for kind in kinds if piece.span.numel else ():
             whole = reader.whole(kind, piece.name)
@@ -182,6 +182,13 @@ def _work_out(recipe: _Recipe, reader: Reader, content: Content, optimizer: Adop
                 recipe.wholes.append((piece, kind, whole))
             else:
                 recipe.states.append((piece, kind, reader.reads(kind, piece.name, piece.span)))
+
+
+def _kind_there(reader: Reader, entry: Entry) -> str:
+    """A rank's own buffer, else rank 0's; formats that are converted from may call a buffer `param`, or the reverse."""
+    common = entry.kind.partition(".")[0]
+    kinds = (entry.kind, common, "param" if common == "buffer" else "buffer")
+    return next((kind for kind in kinds if reader.first_chunk(kind, entry.name)), entry.kind)
 
 
 def _check_bytes(recipe: _Recipe, reader: Reader, world: World) -> None:
@@ -240,7 +247,7 @@ def _fill(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -
             reader.fill(read, flat)
         if not out.is_contiguous():
             out.copy_(flat.view(out.shape))
-    if optimizer is not None:
+    if optimizer is not None and reader.index.groups:
         _fill_states(recipe, reader, optimizer)
         _fill_groups(reader.index, optimizer)
 

@@ -257,6 +257,7 @@ def _index(request: Request, content: Content, notes: list[dict[str, Any]]) -> I
         state=dict(request.state),
         shapes={name: list(shape) for name, shape in content.shapes.items()},
         groups=content.groups,
+        ties=content.ties,
         versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
         numbers=numbers,
         metrics=dict(request.metrics),

@@ -1,0 +1,26 @@
+"""A bar on the terminal while tensors go by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from shardwise.formats import Spec
+
+
+@contextmanager
+def bar(console: Console, words: str, num_bytes: int) -> Iterator[Callable[[Spec], None]]:
+    """Inside, call what is given after each tensor. On anything but a terminal nothing is drawn."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(words, total=num_bytes)
+        yield lambda spec: progress.update(task, advance=spec.num_bytes)

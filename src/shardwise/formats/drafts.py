@@ -1,0 +1,58 @@
+"""A folder that appears under its name only when all of it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwise.errors import CheckpointError
+
+
+def refuse_to_overwrite(out: Path) -> None:
+    """Raise `CheckpointError` if there is anything under the name `out`."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise CheckpointError(f"{out} is there already and is not empty; name another folder, or remove it first.")
+
+
+@contextmanager
+def drafted(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder beside `out` to write into; it takes the name `out` on leaving, and is removed after an error.
+
+    With `overwrite` what was there under that name stays until then, and goes.
+    """
+    if not overwrite:
+        refuse_to_overwrite(out)
+    draft = out.parent / f".writing-{out.name}"
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        _flush(draft)
+        _swap(draft, out)
+    except OSError as error:
+        raise CheckpointError(f"{out} could not be written: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _swap(draft: Path, out: Path) -> None:
+    old = out.parent / f".replaced-{out.name}"
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
+    draft.rename(out)
+    _flush(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems cannot flush a folder, and need not
+            os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,210 @@
+"""Folders of Hugging Face: `model.safetensors` or its shards, an index of them, and a configuration.
+
+Read without the transformers library. Older folders with `pytorch_model.bin` are read too, and nothing
+in their pickles is run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shardwise.errors import CheckpointError
+from shardwise.formats.pickles import load_inert
+from shardwise.formats.source import PARAM, Source, Spec, stored_files
+from shardwise.formats.stream import DTYPES, SafetensorsFile, split_by_size
+
+Tensor = torch.Tensor
+Tick = Callable[[Spec], None]
+FORM = "hf"
+SAFE, BIN = "model.safetensors", "pytorch_model.bin"
+CONFIG = "config.json"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+def is_hf(path: Path) -> bool:
+    return any((path / name).is_file() for name in (SAFE, f"{SAFE}.index.json", BIN, f"{BIN}.index.json"))
+
+
+def open_hf(path: Path) -> Source:
+    """The weights in the folder `path`."""
+    by_file = _names_by_file(path)
+    homes: dict[str, Path] = {}
+    specs: list[Spec] = []
+    for file in sorted(by_file):
+        found = _specs_in(path / file)
+        wanted = by_file[file]
+        for name in found if wanted is None else wanted:
+            if name not in found:
+                raise CheckpointError(f"{path / file} has no {name}, though the index says so; it is incomplete.")
+            specs.append(found[name])
+            homes[name] = path / file
+    return Source(
+        form=FORM,
+        path=path,
+        specs=tuple(specs),
+        read=lambda spec: _read(homes[spec.name], spec),
+        facts=_facts(path),
+        files=stored_files(path),
+        kept=tuple(file for file in sorted(path.iterdir()) if file.is_file() and not file.name.endswith(WEIGHTS)),
+    )
+
+
+def _names_by_file(path: Path) -> dict[str, list[str] | None]:
+    """What each file is there for; `None`: all that it has."""
+    for name in (SAFE, BIN):
+        if (path / name).is_file():
+            return {name: None}
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            return dict(_inverted(index))
+    raise CheckpointError(f"{path} is not a folder of Hugging Face: it has neither {SAFE} nor {BIN}.")
+
+
+def _inverted(index: Path) -> dict[str, list[str]]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            files.setdefault(file, []).append(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read: {type(error).__name__}: {error}") from error
+    return files
+
+
+def _specs_in(file: Path) -> dict[str, Spec]:
+    if file.suffix == ".bin":
+        tensors = {name: one for name, one in load_inert(file).items() if isinstance(one, Tensor)}
+        return {name: Spec(PARAM, name, tuple(one.shape), one.dtype) for name, one in tensors.items()}
+    try:
+        with safe_open(file, framework="pt") as handle:
+            heads = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # it is no mapping
+            return {
+                name: Spec(PARAM, name, tuple(head.get_shape()), DTYPES[head.get_dtype()])
+                for name, head in heads.items()
+            }
+    except KeyError as error:
+        raise CheckpointError(f"{file} has tensors of dtype {error}, which this torch does not have.") from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing; the folder is incomplete.") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _read(file: Path, spec: Spec) -> Tensor:
+    if file.suffix == ".bin":
+        whole: Tensor = load_inert(file)[spec.name].clone()
+        return whole
+    try:
+        with safe_open(file, framework="pt") as handle:
+            tensor: Tensor = handle.get_tensor(spec.name)
+            return tensor
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read at {spec.name}: {error}") from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The model's configuration; empty if there is none."""
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / CONFIG} cannot be read: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    config = read_config(path)
+    return {key: config[key] for key in ("architectures", "model_type", "transformers_version") if key in config}
+
+
+# -- writing --------------------------------------------------------------------------------------------
+
+
+def shards_of(specs: Sequence[Spec], max_bytes: int) -> dict[str, list[Spec]]:
+    """What goes into which file, named as transformers names them."""
+    runs = split_by_size(specs, max_bytes)
+    if len(runs) == 1:
+        return {SAFE: runs[0]}
+    stem = SAFE.removesuffix(".safetensors")
+    return {f"{stem}-{number:05d}-of-{len(runs):05d}.safetensors": run for number, run in enumerate(runs, 1)}
+
+
+class HfWriter:
+    """Weights on their way into a folder, in the order of `specs`: one file after the other is opened and filled.
+
+    Use it in a `with`; leaving it without an error demands that every tensor has come.
+    """
+
+    def __init__(self, folder: Path, specs: Sequence[Spec], max_bytes: int) -> None:
+        self._folder = folder
+        self._shards = shards_of(specs, max_bytes)
+        self._waiting = [(name, spec) for name, run in self._shards.items() for spec in run]
+        self._open: tuple[str, SafetensorsFile] | None = None
+        self._next = 0
+
+    def write(self, spec: Spec, tensor: Tensor) -> None:
+        name, expected = self._waiting[self._next]
+        if expected.name != spec.name:
+            raise CheckpointError(f"{spec.name} came where {expected.name} was announced.")
+        if self._open is None or self._open[0] != name:
+            self._finish_file()
+            heads = {one.name: one for one in self._shards[name]}
+            self._open = (name, SafetensorsFile(self._folder / name, heads, {"format": "pt"}))
+        self._open[1].write(spec.name, tensor.to(expected.dtype))
+        self._next += 1
+
+    def __enter__(self) -> HfWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            if self._open is not None:
+                self._open[1].__exit__(kind, None, None)
+            return
+        self._finish_file()
+        if self._next < len(self._waiting):
+            raise CheckpointError(f"{self._waiting[self._next][1].name} never came.")
+        if len(self._shards) > 1:
+            self._write_index()
+
+    def _write_index(self) -> None:
+        weight_map = {spec.name: name for name, run in self._shards.items() for spec in run}
+        total = sum(spec.num_bytes for _, spec in self._waiting)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self._folder / f"{SAFE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _finish_file(self) -> None:
+        if self._open is not None:
+            self._open[1].__exit__(None, None, None)
+            self._open = None
+
+
+def write_hf(source: Source, folder: Path, specs: Mapping[str, Spec], max_bytes: int, tick: Tick) -> None:
+    """The weights of `source` as a folder of Hugging Face. `specs` says for each of its names how it is written."""
+    by_name = {spec.name: spec for spec in source.weights}
+    with HfWriter(folder, list(specs.values()), max_bytes) as writer:
+        for name, spec in specs.items():
+            writer.write(spec, source.read(by_name[name]))
+            tick(spec)
+    for path in source.kept:
+        shutil.copy(path, folder / path.name)
+    _say_dtype(folder, list(specs.values()))
+
+
+def _say_dtype(folder: Path, specs: Sequence[Spec]) -> None:
+    """Make the configuration name the dtype that the weights now have: `from_pretrained` goes by it."""
+    config = read_config(folder)
+    dtypes = {spec.dtype for spec in specs if spec.kind == PARAM and spec.dtype.is_floating_point}
+    if not config or len(dtypes) != 1:
+        return
+    word = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[word] = str(dtypes.pop()).removeprefix("torch.")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,90 @@
+"""What is in a checkpoint, as data that a person or a program can be shown."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import CheckpointError
+from shardwise.formats.forms import open_checkpoint
+from shardwise.formats.source import PARAM, STATE, Source, Spec
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found. Bytes are those of the tensors; files may be a little larger."""
+
+    source: Source
+    problems: tuple[str, ...]
+    is_verified: bool
+
+    @property
+    def num_params(self) -> int:
+        """Elements of the parameters, each counted once (of a format that does not tell: with buffers)."""
+        return sum(spec.numel for spec in self.source.specs if spec.kind == PARAM)
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        sums: Counter[str] = Counter()
+        for spec in self.source.specs:
+            sums[spec.kind.removeprefix(STATE)] += spec.num_bytes
+        return dict(sums)
+
+    def states_of(self, name: str) -> list[Spec]:
+        return [spec for spec in self.source.states if spec.name == name]
+
+    def as_json(self) -> dict[str, Any]:
+        source = self.source
+        return {
+            "form": source.form,
+            "path": str(source.path),
+            "step": source.step,
+            "num_steps": source.num_steps,
+            **source.facts,
+            "num_params": self.num_params,
+            "bytes": self.bytes_by_kind,
+            "tensors": [
+                {"kind": one.kind, "name": one.name, "shape": list(one.shape), "dtype": dtype_word(one)}
+                for one in source.specs
+            ],
+            "ties": source.ties,
+            "groups": source.groups,
+            "user": source.user,
+            "files": [{"name": file.name, "bytes": file.num_bytes} for file in source.files],
+            "left_out": source.left_out,
+            "verified": self.is_verified,
+            "problems": list(self.problems),
+        }
+
+
+def dtype_word(spec: Spec) -> str:
+    return str(spec.dtype).removeprefix("torch.")
+
+
+def inspect(path: str | Path, *, verify: bool = False, tick: Callable[[Spec], None] = lambda _: None) -> Inspection:
+    """What is in the checkpoint at `path`: of shardwise (or its run folder), Hugging Face, DCP or DeepSpeed.
+
+    Tensors are not read unless `verify` asks for it: then every tensor is read and, where the format has
+    checksums, compared with them; what is wrong is in `problems`. Raises `CheckpointError` if `path` cannot be read at
+    all.
+    """
+    source = open_checkpoint(Path(path))
+    problems = tuple(_problems(source, tick)) if verify else ()
+    return Inspection(source, problems, verify)
+
+
+def _problems(source: Source, tick: Callable[[Spec], None]) -> Iterator[str]:
+    if source.check is not None:
+        yield from source.check()
+    for spec in source.specs:
+        try:
+            tensor = source.read(spec)
+            if tuple(tensor.shape) != spec.shape or tensor.numel() != math.prod(spec.shape):
+                yield f"{spec.kind} {spec.name} has shape {list(tensor.shape)} instead of {list(spec.shape)}"
+        except CheckpointError as error:
+            yield str(error)
+        tick(spec)

@@ -1,0 +1,107 @@
+"""A sharded model as a folder of Hugging Face, while it is being trained: a unit at a time, rank 0 writes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import World
+from shardwise.errors import CheckpointError, ModelError
+from shardwise.formats.drafts import drafted
+from shardwise.formats.hf import HfWriter
+from shardwise.formats.hf_names import ModelNames
+from shardwise.formats.source import BUFFER, PARAM, Spec
+
+Tensor = torch.Tensor
+
+
+def save_pretrained(
+    model: nn.Module,
+    kept: Mapping[str, torch.dtype],
+    whole: Iterator[tuple[str, Tensor]],
+    world: World,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+    overwrite: bool,
+) -> None:
+    """Write `model` into `folder`. All ranks call, and all get the error if rank 0 cannot write.
+
+    `kept` has the sharded parameters and their dtypes, in the order in which `whole` yields them. Ranks meet in each
+    step of `whole`, so every rank goes through all of it, whatever happens to rank 0.
+    """
+    if hasattr(model, "peft_config"):
+        raise ModelError(
+            f"{type(model).__name__} has adapters of PEFT, which have a format of their own: "
+            f"model.save_pretrained(folder, state_dict=engine.state_dict(rank_0_only=True)) writes it."
+        )
+    refusal = ""
+    if world.rank == 0:
+        try:
+            with drafted(folder, overwrite=overwrite) as draft:
+                _write(model, kept, whole, draft, dtype, max_file_bytes)
+        except (CheckpointError, ValueError) as error:  # ValueError: a configuration that transformers refuses
+            refusal = str(error)
+    for _ in whole:
+        pass
+    said = world.exchange(refusal.encode())[0].decode()
+    if said:
+        raise CheckpointError(said)
+
+
+def _write(
+    model: nn.Module,
+    kept: Mapping[str, torch.dtype],
+    whole: Iterator[tuple[str, Tensor]],
+    draft: Path,
+    dtype: torch.dtype | None,
+    max_file_bytes: int,
+) -> None:
+    names = ModelNames.of(model)
+    loose = _loose(model, names, kept)
+    specs = {name: _spec(PARAM, name, names, dtype or own) for name, own in kept.items()}
+    specs |= {name: _spec(BUFFER, name, names, tensor.dtype) for name, tensor in loose.items()}
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    specs = {name: spec for name, spec in specs.items() if name not in ignored}
+    with HfWriter(draft, list(specs.values()), max_file_bytes) as writer:
+        for name, tensor in _chained(whole, loose):
+            if name in specs:
+                writer.write(specs[name], tensor)
+    _write_configuration(model, draft, next((spec.dtype for spec in specs.values() if spec.kind == PARAM), None))
+
+
+def _chained(whole: Iterator[tuple[str, Tensor]], loose: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Unlike `itertools.chain` this can be left half-way: `whole` goes on from there."""
+    while (item := next(whole, None)) is not None:
+        yield item
+    yield from loose.items()
+
+
+def _loose(model: nn.Module, names: ModelNames, kept: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """What of the state dict is not sharded: buffers, and parameters of integers. Every rank has them."""
+    own = {name: param.detach() for name, param in model.named_parameters() if name not in kept}
+    return own | {name: one for name, one in model.named_buffers() if name in names.buffers}
+
+
+def _spec(kind: str, name: str, names: ModelNames, dtype: torch.dtype) -> Spec:
+    shape = names.params[name] if name in names.params else names.buffers[name]
+    return Spec(kind, names.saved_as.get(name, name), shape, dtype)
+
+
+def _write_configuration(model: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    """As transformers does it; a plain module has none, and its folder is a state dict."""
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    if not hasattr(config, "save_pretrained"):
+        return
+    config.architectures = [type(model).__name__]
+    if dtype is not None:
+        config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if hasattr(model, "can_generate") and model.can_generate():
+        model.generation_config.save_pretrained(folder)

@@ -1,0 +1,181 @@
+"""Checkpoints of shardwise, whole tensors at a time, without an engine and without ranks.
+
+The only module here that knows how `checkpoint/` lays its files out.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint import newest
+from shardwise.checkpoint.codec import decode, dtype_name, dtype_of, encode
+from shardwise.checkpoint.folder import LATEST, step_name
+from shardwise.checkpoint.index import INDEX, Chunk, File, Index, block_bytes_of, read_index
+from shardwise.checkpoint.read import Reader
+from shardwise.errors import CheckpointError
+from shardwise.formats.source import BUFFER, PARAM, STATE, Source, Spec, StoredFile
+from shardwise.formats.stream import SafetensorsFile, split_by_size
+from shardwise.placement import Span
+from shardwise.version import __version__
+
+Tensor = torch.Tensor
+Tick = Callable[[Spec], None]
+FORM = "shardwise"
+HUGGING_FACE = "huggingface"
+"""A folder in a run: what a model from Hugging Face came with, for the way back."""
+
+
+def is_ours(path: Path) -> bool:
+    """Whether `path` is a checkpoint, or a run folder with one in it."""
+    return newest(path) is not None or ((path / LATEST).exists() and any(path.glob("step-*")))
+
+
+def open_ours(path: Path) -> Source:
+    """The checkpoint at `path`, or the newest of the run at `path`."""
+    folder = newest(path)
+    if folder is None:
+        raise CheckpointError(f"{path} has {LATEST}, but no checkpoint: none of its step folders has an {INDEX}.")
+    index = read_index(folder)
+    state = decode(index.state)
+    reader = Reader(folder, index)
+    return Source(
+        form=FORM,
+        path=folder,
+        specs=tuple(_specs(index)),
+        read=lambda spec: _read(reader, spec),
+        step=index.step,
+        num_steps=int(state.pop("num_steps")),
+        groups=[decode(group) for group in index.groups],
+        ties=dict(index.ties),
+        numbers={name: decode(numbers) for name, numbers in index.numbers.items()},
+        user=dict(state.pop("user")),
+        engine=state,
+        facts={"world_size": index.world_size, "layout": index.layout, "versions": index.versions},
+        files=tuple(StoredFile(file.name, file.num_bytes) for file in index.files),
+        kept=tuple(sorted((folder.parent / HUGGING_FACE).glob("*"))),
+        check=lambda: _check(reader),
+    )
+
+
+def _specs(index: Index) -> Iterator[Spec]:
+    """Of every tensor one, however many chunks it has; what ranks remember for themselves is not one."""
+    firsts: dict[tuple[str, str], Chunk] = {}
+    for chunk in index.chunks:
+        if chunk.kind in (PARAM, BUFFER) or chunk.kind.startswith(STATE):
+            firsts.setdefault((chunk.kind, chunk.name), chunk)
+    for (kind, name), chunk in firsts.items():
+        shape = index.shapes[name] if chunk.shape is None else chunk.shape
+        yield Spec(kind, name, tuple(shape), dtype_of(chunk.dtype))
+
+
+def _read(reader: Reader, spec: Spec) -> Tensor:
+    """Each byte is compared with its checksum on the way. Files are open no longer than that."""
+    with reader:
+        whole = reader.whole(spec.kind, spec.name)
+        if whole is not None:
+            return reader.tensor(whole)
+        out = torch.empty(spec.numel, dtype=spec.dtype)
+        for read in reader.reads(spec.kind, spec.name, Span(0, spec.numel)):
+            reader.fill(read, out)
+        return out.view(spec.shape)
+
+
+def _check(reader: Reader) -> Iterator[str]:
+    """A sentence for each file that is not the one that was written; bytes of tensors are checked as they are read."""
+    for file in reader.index.files:
+        try:
+            with reader:
+                reader.check_file(file)
+        except CheckpointError as error:
+            yield str(error)
+
+
+def shards_of(source: Source, max_bytes: int) -> dict[str, list[Spec]]:
+    """What goes into which file, in the shapes that it has there: flat, so that a rank can read a range of it."""
+    laid = [replace(spec, shape=(spec.numel,)) for spec in source.specs]
+    return {f"part-{number:05d}.safetensors": run for number, run in enumerate(split_by_size(laid, max_bytes))}
+
+
+def checkpoint_name(source: Source) -> str:
+    return step_name(source.step)
+
+
+def write_ours(source: Source, run: Path, max_bytes: int, tick: Tick) -> None:
+    """A run folder with one checkpoint in it, in as many files as `max_bytes` asks for."""
+    folder = run / checkpoint_name(source)
+    folder.mkdir()
+    originals = {spec.key: spec for spec in source.specs}
+    shapes = {spec.name: spec.shape for spec in source.weights}
+    files, chunks = [], []
+    for name, specs in shards_of(source, max_bytes).items():
+        with SafetensorsFile(folder / name, {spec.key: spec for spec in specs}) as file:
+            for spec in specs:
+                tensor = source.read(originals[spec.key]).reshape(spec.shape)
+                file.write(spec.key, tensor)
+                chunks.append(_chunk(name, originals[spec.key], shapes, file.offset(spec.key), tensor))
+                tick(spec)
+        files.append(_file(folder / name))
+    (folder / INDEX).write_text(_index(source, shapes, files, chunks).to_json())
+    (run / LATEST).write_text(folder.name)
+    if source.kept:
+        (run / HUGGING_FACE).mkdir()
+        for path in source.kept:
+            shutil.copy(path, run / HUGGING_FACE / path.name)
+
+
+def _chunk(file: str, spec: Spec, shapes: dict[str, tuple[int, ...]], offset: int, tensor: Tensor) -> Chunk:
+    content = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    size = block_bytes_of(len(content))
+    is_whole = _stays_whole(spec, shapes)
+    return Chunk(
+        kind=spec.kind,
+        name=spec.name,
+        start=0,
+        stop=0 if is_whole else spec.numel,
+        file=file,
+        key=spec.key,
+        dtype=dtype_name(spec.dtype),
+        offset=offset,
+        num_bytes=len(content),
+        block_bytes=size,
+        crc32=[zlib.crc32(content[start : start + size]) for start in range(0, len(content), size)],
+        shape=list(spec.shape) if is_whole else None,
+    )
+
+
+def _stays_whole(spec: Spec, shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Whether it is a state that is not made of its parameter's elements. `step` never is, not even for a parameter
+    that is a single number too."""
+    return spec.is_state and (spec.kind == "state.step" or spec.shape != shapes[spec.name])
+
+
+def _file(path: Path) -> File:
+    with path.open("rb") as file:
+        length = file.read(8)
+        head = length + file.read(int.from_bytes(length, "little"))
+    return File(path.name, path.stat().st_size, len(head), zlib.crc32(head))
+
+
+def _index(source: Source, shapes: dict[str, tuple[int, ...]], files: list[File], chunks: list[Chunk]) -> Index:
+    state: dict[str, Any] = {**source.engine, "num_steps": source.num_steps, "user": source.user}
+    return Index(
+        step=source.step,
+        world_size=1,
+        layout=f"whole tensors, converted from {source.form}",
+        state=encode(state),
+        shapes={name: list(shape) for name, shape in shapes.items()},
+        groups=[encode(group) for group in source.groups],
+        ties=source.ties,
+        versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        numbers={name: encode(numbers) for name, numbers in source.numbers.items()},
+        files=files,
+        chunks=chunks,
+    )

@@ -1,0 +1,63 @@
+"""`shardwise inspect` and `shardwise convert`, as people call them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from shardwise.cli.main import main
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
+
+
+def test_inspect_prints_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(FIXTURES / "zero3"), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "a checkpoint of DeepSpeed" in out
+    assert "3, after 3 steps of the optimizer" in out
+    assert "head.weight is tokens.weight" in out
+    assert "blocks.0.up.weight" in out
+    assert "every tensor could be read" in out
+    assert "global_samples" in out
+
+
+def test_inspect_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(FIXTURES / "zero2"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["form"], said["stage"], said["world_size"], said["verified"]) == ("deepspeed", "1 or 2", 2, False)
+    assert {"kind": "state.exp_avg", "name": "tokens.weight", "shape": [23, 6], "dtype": "float32"} in said["tensors"]
+
+
+def test_convert_says_what_it_would_do_and_does_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["convert", str(FIXTURES / "zero3"), str(tmp_path / "out"), "--to", "hf", "--dtype", "bf16"]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "would be written as hf" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "There is no config.json to go along" in out
+    assert len(load_file(tmp_path / "out" / "model.safetensors")) == 9
+    assert main(arguments) == 2
+    assert "there already" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_has_a_status_and_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(FIXTURES / "zero2"), str(tmp_path / "run"), "--to", "shardwise"]) == 0
+    file = next((tmp_path / "run").glob("*/*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "run")]) == 0
+    assert main(["inspect", str(tmp_path / "run"), "--verify"]) == 1
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_a_long_list_is_cut_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(FIXTURES / "universal")]) == 0
+    assert "more (--full prints all)" in capsys.readouterr().out
+    assert main(["inspect", str(FIXTURES / "universal"), "--full"]) == 0
+    assert "--full" not in capsys.readouterr().out

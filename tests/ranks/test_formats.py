@@ -1,0 +1,649 @@
+"""Checkpoints of others, in and out: what one writes the other reads, and training goes on where it was."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from twins import Transformer, adamw, batches
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, ConfigError, ModelError
+from shardwise.testing import run_ranks
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
+Tensor = torch.Tensor
+
+
+def tied() -> nn.Module:
+    """With a frozen parameter, a buffer, and one of a single element."""
+    torch.manual_seed(0)
+    model = Transformer(tied=True)
+    model.blocks[0].up.weight.requires_grad_(False)
+    model.register_buffer("seen", torch.arange(3))
+    model.gain = nn.Parameter(torch.ones(1))
+    model.norm.register_forward_hook(lambda module, args, out: out * model.gain)
+    return model
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    matrices, others = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=3e-3, eps=1e-5
+    )
+
+
+def train(engine: sw.Engine, steps: range) -> list[float]:
+    data = batches(max(steps) + 1, rows=12)
+    losses = []
+    for step in steps:
+        x, y = (part.chunk(engine.world.size)[engine.world.rank] for part in data[step])
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.mean(loss.item()))
+    return losses
+
+
+def on_ranks(
+    num_ranks: int, work: Any, plan: Any = "zero3", build: Any = tied, optimizer: Any = two_groups
+) -> list[Any]:
+    replicas = [build() for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> Any:
+        model = replicas[world.rank]
+        made = optimizer(model) if optimizer is not None else None
+        with sw.shard(model, plan, optimizer=made, world=world) as engine:
+            return work(engine)
+
+    return run_ranks(num_ranks, rank)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor], list[float]]:
+    """A run folder after 3 steps on 3 ranks; the parameters then; the losses of the two steps after."""
+    folder = tmp_path_factory.mktemp("run")
+
+    def work(engine: sw.Engine) -> Any:
+        train(engine, range(3))
+        engine.save(folder, state={"data": 3})
+        return engine.state_dict(), train(engine, range(3, 5))
+
+    state, losses = on_ranks(3, work)[0]
+    return folder, state, losses
+
+
+def goes_on(folder: Path, losses: list[float], num_ranks: int = 2) -> None:
+    """Resumed from `folder` on another number of ranks, training has the losses that it would have had."""
+
+    def work(engine: sw.Engine) -> Any:
+        resumed = engine.resume(folder)
+        assert resumed is not None
+        assert (resumed.step, engine.num_steps) == (3, 3)
+        return resumed.state, train(engine, range(3, 5))
+
+    state, resumed = on_ranks(num_ranks, work)[0]
+    assert state == {"data": 3}
+    assert resumed == pytest.approx(losses, rel=1e-6)
+
+
+# -- inspect --------------------------------------------------------------------------------------------
+
+
+def test_inspect_says_what_is_there(run: Any) -> None:
+    folder, state, _ = run
+    found = sw.inspect(folder, verify=True)
+    said = json.loads(json.dumps(found.as_json()))
+    assert (said["form"], said["step"], said["num_steps"], said["world_size"]) == ("shardwise", 3, 3, 3)
+    assert said["ties"] == {"head.weight": "tokens.weight"}
+    assert said["user"] == {"data": 3}
+    assert said["problems"] == []
+    shapes = {one["name"]: one["shape"] for one in said["tensors"] if not one["kind"].startswith("state.")}
+    assert shapes == {name: list(value.shape) for name, value in state.items() if name != "head.weight"}
+    assert found.num_params == sum(param.numel() for param in tied().parameters())
+    assert found.bytes_by_kind["exp_avg"] == 4 * (found.num_params - tied().blocks[0].up.weight.numel())
+    assert [len(group["params"]) for group in said["groups"]] == [13, 24]
+
+
+def test_inspect_reads_what_was_saved(run: Any) -> None:
+    folder, state, _ = run
+    source = sw.inspect(folder).source
+    for spec in source.weights:
+        assert torch.equal(source.read(spec), state[spec.name]), spec.name
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "is empty"),
+        ({"notes.txt": ""}, "no checkpoint that is known here: it has notes.txt"),
+        ({"latest_checkpointed_iteration.txt": "5"}, "a checkpoint of Megatron-LM"),
+        ({"adapter_config.json": "{}"}, "an adapter of PEFT"),
+        ({"step-00000001/rank-00000.safetensors": "", "latest": "step-00000001"}, "none of its step folders has"),
+        ({"index.json": "{"}, "cannot be read"),
+        ({"model.safetensors": "x" * 20}, "cannot be read"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "b.safetensors"}}'}, "b.safetensors is missing"),
+        ({"model.safetensors.index.json": "{}"}, "cannot be read: KeyError"),
+        ({".metadata": "x"}, "cannot be read"),
+        ({"mp_rank_00_model_states.pt": "x"}, "cannot be read"),
+    ],
+)
+def test_what_is_foreign_or_damaged_is_named(files: dict[str, str], words: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=words):
+        sw.inspect(tmp_path)
+    with pytest.raises(CheckpointError, match="There is no"):
+        sw.inspect(tmp_path / "none")
+
+
+def test_verify_finds_a_flipped_bit(run: Any, tmp_path: Path) -> None:
+    copy = sw.convert(run[0], tmp_path / "copy", "shardwise").out / "step-00000003"
+    file = next(copy.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 4
+    file.write_bytes(content)
+    assert any("damaged" in problem for problem in sw.inspect(copy, verify=True).problems)
+
+
+# -- ours to ours, and what convert refuses -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_file_bytes", [2**30, 3000, "1KiB"])
+def test_a_copy_of_ours_goes_on(run: Any, tmp_path: Path, max_file_bytes: Any) -> None:
+    done = sw.convert(run[0], tmp_path / "copy", "shardwise", max_file_bytes=max_file_bytes)
+    assert (len(done.files) == 1) == (max_file_bytes == 2**30)
+    assert sw.inspect(done.out, verify=True).problems == ()
+    goes_on(done.out, run[2])
+
+
+def test_a_loss_scale_goes_along(tmp_path: Path) -> None:
+    def first(engine: sw.Engine) -> Any:
+        train(engine, range(1))
+        engine.save(tmp_path / "run")
+        return engine.scaler.state_dict() if engine.scaler is not None else None
+
+    def second(engine: sw.Engine) -> Any:
+        assert engine.resume(tmp_path / "copy") is not None
+        return engine.scaler.state_dict() if engine.scaler is not None else None
+
+    plan = {"preset": "zero3", "precision": "fp16"}
+    saved = on_ranks(2, first, {**plan, "loss_scale": {"initial": 128.0}})[0]
+    sw.convert(tmp_path / "run", tmp_path / "copy", "shardwise")
+    assert saved is not None
+    assert on_ranks(2, second, plan)[0] == saved
+
+
+def test_weights_alone_start_a_new_run(run: Any, tmp_path: Path) -> None:
+    out = sw.convert(run[0], tmp_path / "weights", "shardwise", weights_only=True).out
+
+    def work(engine: sw.Engine) -> Any:
+        resumed = engine.resume(out)
+        assert resumed is not None
+        assert (resumed.step, resumed.state, engine.num_steps) == (0, {}, 0)
+        assert engine.get("tokens.weight", "exp_avg") is None
+        return engine.state_dict()
+
+    state = on_ranks(2, work)[0]
+    assert all(torch.equal(state[name], run[1][name]) for name in state)
+
+
+def test_nothing_is_overwritten_and_a_dry_run_writes_nothing(run: Any, tmp_path: Path) -> None:
+    planned = sw.convert(run[0], tmp_path / "out", "hf", dry_run=True)
+    assert list(tmp_path.iterdir()) == []
+    done = sw.convert(run[0], tmp_path / "out", "hf")
+    assert {name: [spec.name for spec in specs] for name, specs in planned.files.items()} == {
+        name: list(load_file(done.out / name)) and [spec.name for spec in specs] for name, specs in done.files.items()
+    }
+    with pytest.raises(CheckpointError, match="there already"):
+        sw.convert(run[0], tmp_path / "out", "hf")
+    with pytest.raises(ConfigError, match="Did you mean 'hf'"):
+        sw.convert(run[0], tmp_path / "new", "hff")
+    with pytest.raises(ConfigError, match="not a number of bytes"):
+        sw.convert(run[0], tmp_path / "new", "hf", max_file_bytes="many")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_conversion_that_fails_leaves_nothing(run: Any, tmp_path: Path) -> None:
+    copy = sw.convert(run[0], tmp_path / "copy", "shardwise", max_file_bytes=3000).out / "step-00000003"
+    first = sorted(copy.glob("*.safetensors"))[0]
+    first.write_bytes(first.read_bytes()[:-5])
+    for to in ("hf", "dcp", "shardwise"):
+        with pytest.raises(CheckpointError, match=first.name):
+            sw.convert(copy, tmp_path / "out", to)
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+# -- Hugging Face ---------------------------------------------------------------------------------------
+
+
+def transformers() -> Any:
+    return pytest.importorskip("transformers")
+
+
+def llama(**changes: Any) -> nn.Module:
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    config = transformers().LlamaConfig(**sizes, **heads, **changes)
+    return transformers().LlamaForCausalLM(config)
+
+
+def gpt2(**changes: Any) -> nn.Module:
+    config = transformers().GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2, **changes)
+    return transformers().GPT2LMHeadModel(config)
+
+
+def mixtral() -> nn.Module:
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    return transformers().MixtralForCausalLM(transformers().MixtralConfig(**sizes, **heads))
+
+
+MODELS = {
+    "llama": llama,
+    "llama tied": lambda: llama(tie_word_embeddings=True),
+    "gpt2": gpt2,
+    "gpt2 untied": lambda: gpt2(tie_word_embeddings=False),
+    "mixtral": mixtral,
+}
+
+
+@pytest.fixture(params=MODELS)
+def hf_model(request: pytest.FixtureRequest) -> nn.Module:
+    torch.manual_seed(1)
+    return MODELS[request.param]().eval()
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(8)[None]).logits.float()
+
+
+def loaded(folder: Path, like: nn.Module, **options: Any) -> nn.Module:
+    """What `from_pretrained` makes of `folder`, and that it missed nothing and found nothing strange."""
+    model, info = type(like).from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+@pytest.mark.parametrize("max_file_bytes", [2**30, 5000])
+def test_a_live_model_is_saved_as_transformers_would(hf_model: nn.Module, max_file_bytes: int, tmp_path: Path) -> None:
+    expected = logits(hf_model)
+    hf_model.save_pretrained(tmp_path / "theirs")
+
+    def work(engine: sw.Engine) -> None:
+        engine.save_pretrained(tmp_path / "ours", max_file_bytes=max_file_bytes)
+
+    on_ranks(2, work, build=lambda: _copy(hf_model), optimizer=adamw)
+    assert torch.equal(logits(loaded(tmp_path / "ours", hf_model)), expected)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) == 1 or max_file_bytes == 5000
+    assert _config(tmp_path / "ours") == _config(tmp_path / "theirs")
+    assert (tmp_path / "ours" / "generation_config.json").exists()
+    if "Mixtral" not in type(hf_model).__name__:  # of which transformers itself writes an older layout
+        assert _names(tmp_path / "ours") == _names(tmp_path / "theirs")
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    twin = type(model)(model.config)
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def _config(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())
+
+
+def _names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as handle:
+            names |= set(handle.keys())
+    return names
+
+
+def test_there_and_back_again(hf_model: nn.Module, tmp_path: Path) -> None:
+    """A folder of theirs becomes a checkpoint that an engine resumes from, and that again a folder of theirs."""
+    if "Mixtral" in type(hf_model).__name__:
+        pytest.skip("transformers rearranges its experts while loading; see the test below")
+    hf_model.save_pretrained(tmp_path / "theirs")
+    sw.convert(tmp_path / "theirs", tmp_path / "run", "shardwise")
+
+    def work(engine: sw.Engine) -> Any:
+        assert engine.resume(tmp_path / "run") is not None
+        engine.save(tmp_path / "run", step=7)
+        return engine.state_dict()
+
+    def other() -> nn.Module:
+        return type(hf_model)(hf_model.config)
+
+    state = on_ranks(2, work, build=other, optimizer=adamw)[0]
+    assert all(torch.equal(value, state[name]) for name, value in hf_model.state_dict().items())
+    back = sw.convert(tmp_path / "run", tmp_path / "back", "hf")
+    assert "step-00000007" in str(back.source.path)
+    assert torch.equal(logits(loaded(tmp_path / "back", hf_model)), logits(hf_model))
+    half = sw.convert(tmp_path / "run", tmp_path / "half", "hf", dtype="bf16", max_file_bytes=5000)
+    assert len(half.files) > 1
+    model = loaded(tmp_path / "half", hf_model)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(model), logits(hf_model.bfloat16()))
+
+
+def test_names_of_the_hub_and_old_files_fit(tmp_path: Path) -> None:
+    """The hub's GPT-2 lacks the model's prefix, has buffers that are none any more, and came as a pickle."""
+    torch.manual_seed(1)
+    model = gpt2()
+    model.config.architectures = ["GPT2LMHeadModel"]
+    model.config.save_pretrained(tmp_path / "old")
+    state = {name.removeprefix("transformer."): value for name, value in model.state_dict().items()}
+    state.pop("lm_head.weight")
+    torch.save({**state, "h.0.attn.masked_bias": torch.tensor(-1e4)}, tmp_path / "old" / "pytorch_model.bin")
+    done = sw.convert(tmp_path / "old", tmp_path / "new", "shardwise")
+    assert {spec.name for spec in done.source.specs} == {name for name, _ in model.named_parameters()}
+    assert done.source.ties == {"lm_head.weight": "transformer.wte.weight"}
+    assert "masked_bias" in done.notes[0]
+    for spec in done.source.specs:
+        assert torch.equal(done.source.read(spec), model.state_dict()[spec.name])
+
+
+def test_weights_that_transformers_rearranges_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    mixtral().save_pretrained(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.mlp\..* from_pretrained, shard it"):
+        sw.convert(tmp_path / "theirs", tmp_path / "out", "shardwise")
+
+
+def test_a_plain_module_is_saved_as_its_state_dict(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> Any:
+        train(engine, range(1))
+        engine.save_pretrained(tmp_path / "out", dtype="bf16")
+        with pytest.raises(CheckpointError, match="there already"):
+            engine.save_pretrained(tmp_path / "out")
+        engine.save_pretrained(tmp_path / "out", overwrite=True)
+        (tmp_path / "file").touch()
+        with pytest.raises(CheckpointError, match="could not be written"):
+            engine.save_pretrained(tmp_path / "file" / "out")
+        train(engine, range(1))
+        return engine.state_dict()
+
+    before = on_ranks(3, lambda engine: (train(engine, range(1)), engine.state_dict())[1])[0]
+    on_ranks(3, work)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in before.items() if name != "head.weight")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert "head.weight" not in saved
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    def adapted() -> nn.Module:
+        model = tied()
+        model.peft_config = {}
+        return model
+
+    def work(engine: sw.Engine) -> None:
+        with pytest.raises(ModelError, match="adapters of PEFT"):
+            engine.save_pretrained(tmp_path / "out")
+
+    on_ranks(2, work, build=adapted)
+
+
+# -- torch DCP ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def fsdp2() -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = tied()
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, two_groups(model)
+
+
+def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for x, y in batches(max(steps) + 1, rows=12)[steps.start : steps.stop]:
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("process_group")
+def test_fsdp2_goes_on_from_ours(run: Any, tmp_path: Path) -> None:
+    """Read by torch's own loader, as its tutorial does it; its strictness is that nothing may be missing."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    folder, _, losses = run
+    sw.convert(folder, tmp_path / "dcp", "dcp", max_file_bytes=3000)
+    model, optimizer = fsdp2()
+    weights, states = get_state_dict(model, optimizer)
+    into = {"model": weights, "optim": states, "user": None, "step": None}
+    dcp.load(into, checkpoint_id=tmp_path / "dcp")
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    assert (into["user"], into["step"]) == ({"data": 3}, 3)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert plain_steps(model, optimizer, range(3, 5)) == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("flatten", [False, True])
+def test_ours_goes_on_from_fsdp2(flatten: bool, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    model, optimizer = fsdp2()
+    plain_steps(model, optimizer, range(3))
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    dcp.save({"app": {"model": weights, "optim": states}, "data": 3, "odd": {1}}, checkpoint_id=tmp_path / "dcp")
+    losses = plain_steps(model, optimizer, range(3, 5))
+    done = sw.convert(tmp_path / "dcp", tmp_path / "run", "shardwise")
+    assert [len(group["params"]) for group in done.source.groups] == [13, 24]
+    assert done.notes == ("Left out: odd, which is not plain data.",)
+    goes_on(tmp_path / "run", losses)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_bare_state_dict_is_all_names(tmp_path: Path) -> None:
+    """Nothing tells `model.` of a nested dict from that of a parameter's name but the metadata."""
+    import torch.distributed.checkpoint as dcp
+
+    model = llama(tie_word_embeddings=True)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    source = sw.inspect(tmp_path / "dcp", verify=True).source
+    assert {spec.name for spec in source.specs} == set(model.state_dict())
+    config = tmp_path / "config"
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(config)
+    sw.convert(tmp_path / "dcp", tmp_path / "hf", "hf", config=config)
+    assert torch.equal(logits(loaded(tmp_path / "hf", model)), logits(model.eval()))
+    assert _names(tmp_path / "hf") == {name for name, _ in model.named_parameters()}  # torch wrote the tied one twice
+
+
+def test_dcp_and_back_is_the_same(run: Any, tmp_path: Path) -> None:
+    sw.convert(run[0], tmp_path / "dcp", "dcp", max_file_bytes=3000)
+    found = sw.inspect(tmp_path / "dcp", verify=True)
+    assert found.problems == ()
+    assert found.source.ties == {"head.weight": "tokens.weight"}
+    sw.convert(tmp_path / "dcp", tmp_path / "back", "shardwise")
+    goes_on(tmp_path / "back", run[2])
+
+
+def test_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    with pytest.raises(CheckpointError, match=r"asks for os\.system"):
+        sw.inspect(tmp_path)
+
+
+@pytest.mark.parametrize("to", ["shardwise", "dcp"])
+def test_a_parameter_that_is_a_single_number_has_states_too(to: str, tmp_path: Path) -> None:
+    class Number(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.number = nn.Parameter(torch.tensor(2.0))
+            self.numbers = nn.Parameter(torch.ones(1))
+
+        def forward(self) -> Tensor:
+            return self.number**2 * self.numbers.sum()
+
+    def step(engine: sw.Engine) -> float:
+        loss = engine()
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    def first(engine: sw.Engine) -> list[float]:
+        step(engine)
+        engine.save(tmp_path / "run")
+        return [step(engine), step(engine)]
+
+    def second(engine: sw.Engine) -> list[float]:
+        assert engine.resume(tmp_path / "copy") is not None
+        return [step(engine), step(engine)]
+
+    expected = on_ranks(2, first, build=Number, optimizer=adamw)[0]
+    sw.convert(tmp_path / "run", tmp_path / "between", to)
+    sw.convert(tmp_path / "between", tmp_path / "copy", "shardwise")
+    assert on_ranks(2, second, build=Number, optimizer=adamw)[0] == expected
+
+
+# -- DeepSpeed ------------------------------------------------------------------------------------------
+
+
+def deepspeed_model() -> Any:
+    """The module that the fixtures were made with."""
+    spec = importlib.util.spec_from_file_location("deepspeed_fixture_model", FIXTURES / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero1"])
+@pytest.mark.parametrize("case", ["zero1", "zero2", "zero2-bf16", "zero3", "universal"])
+def test_training_goes_on_from_deepspeed(case: str, preset: str, tmp_path: Path) -> None:
+    """The next losses are those that DeepSpeed itself had, when it went on."""
+    made = deepspeed_model()
+    is_bf16 = case.endswith("bf16")
+    expected = json.loads((FIXTURES / case / "losses.json").read_text())
+    done = sw.convert(FIXTURES / case, tmp_path / "run", "shardwise")
+    if case in ("zero1", "zero2"):  # where DeepSpeed writes it down; it clips by default
+        assert "clip_grad_norm: 1.0" in done.notes[0]
+
+    def work(engine: sw.Engine) -> list[float]:
+        resumed = engine.resume(tmp_path / "run")
+        assert resumed is not None
+        assert (resumed.step, engine.num_steps, resumed.state["epoch"]) == (made.NUM_STEPS,) * 2 + (7,)
+        losses = []
+        for number in range(made.NUM_NEXT):
+            loss = engine(*made.batch(made.NUM_STEPS + number, engine.world.rank, engine.world.size))
+            engine.backward(loss)
+            engine.step()
+            losses.append(engine.mean(loss.item()))
+        return losses
+
+    def zeroed() -> nn.Module:
+        model = made.build()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        return model
+
+    plan = {"preset": preset, "clip_grad_norm": 1.0, "precision": "bf16" if is_bf16 else "fp32"}
+    losses = on_ranks(2, work, plan, build=zeroed, optimizer=made.adamw)[0]
+    assert losses == pytest.approx(expected, rel=1e-5 if is_bf16 else 1e-6)
+
+
+def test_deepspeed_to_the_others(tmp_path: Path) -> None:
+    sw.convert(FIXTURES / "zero3", tmp_path / "hf", "hf", dtype="bf16")
+    saved = load_file(tmp_path / "hf" / "model.safetensors")
+    source = sw.inspect(FIXTURES / "zero2").source
+    for spec in source.weights:
+        value = source.read(spec)
+        assert torch.equal(saved[spec.name], value.bfloat16() if spec.kind == "param" else value)
+    sw.convert(FIXTURES / "universal", tmp_path / "dcp", "dcp")
+    assert sw.inspect(tmp_path / "dcp", verify=True).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("layer_00-model_states.pt", "of a pipeline"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "of a pipeline"),
+        ("expert_1_mp_rank_00_model_states.pt", "with experts"),
+        ("mp_rank_01_model_states.pt", "split by tensor parallelism"),
+        ("zero_pp_rank_2_mp_rank_00_optim_states.pt", "has 3 files"),
+    ],
+)
+def test_deepspeed_models_in_parts_are_refused(file: str, words: str, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    shutil.copytree(FIXTURES / "zero2" / "global_step3", folder)
+    shutil.copy(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt", folder / file)
+    with pytest.raises(CheckpointError, match=words):
+        sw.inspect(folder)
+
+
+def test_a_missing_rank_of_deepspeed_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "zero3", tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"has 1 files .*, but 2 ranks wrote it"):
+        sw.inspect(tmp_path / "ckpt")
+
+
+RAN: list[int] = []
+
+
+class Ran:
+    """What a pickle of somebody else's class would run when it is made."""
+
+    def __reduce__(self) -> Any:
+        return (run_me, (1,))
+
+
+def run_me(number: int) -> None:
+    RAN.append(number)
+
+
+def test_nothing_in_a_deepspeed_file_is_run(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "zero2", tmp_path / "ckpt")
+    file = tmp_path / "ckpt" / "global_step3" / "mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=True)
+    torch.save({**state, "scheduler": Ran(), "run": {"name": "first"}}, file)
+    source = sw.inspect(tmp_path / "ckpt", verify=True).source
+    assert RAN == []
+    assert source.user["run"] == {"name": "first"}
+    assert "scheduler, which is not plain data" in source.left_out
+
+
+def test_weights_without_zero(tmp_path: Path) -> None:
+    """Stage 0 has all in one file; the optimizer's states there belong to nobody by name."""
+    state = torch.load(FIXTURES / "zero1" / "global_step3" / "mp_rank_00_model_states.pt", weights_only=True)
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+    source = sw.inspect(tmp_path).source
+    assert {spec.name for spec in source.specs} == set(state["module"]) - {"head.weight"}
+    assert "a checkpoint without ZeRO" in source.left_out[-1]
