@@ -54,7 +54,9 @@ class Access:
         if what != PARAM and not self._exists_anywhere(flat, index, what):
             raise ModelError(f"{name} has no {what} to write to; there is one {_when(what)}.")
         piece, span = self._piece(flat, index, what), _span(flat, index)
-        if piece is not None:
+        if piece is not None and what not in (PARAM, GRAD) and self._optimizer is not None:
+            self._optimizer.write_state(flat, index, what, value.reshape(-1)[span.start : span.stop])
+        elif piece is not None:
             piece.copy_(value.reshape(-1)[span.start : span.stop])
         if what == PARAM:
             self._runner.restore_params()

@@ -18,10 +18,10 @@ from shardwise.comm import World
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError, StateError
 from shardwise.mesh import Mesh
-from shardwise.optim import AdoptedOptimizer, vet
+from shardwise.optim import AdoptedOptimizer, Company, vet
 from shardwise.placement import KINDS, Table, mesh_for, table_for
 from shardwise.precision import LossScaler, Verdict, cast_floating, clip, norm_of, scale_gradients
-from shardwise.program import Footprint, UnitSpec, plan_step, render, straight_trace
+from shardwise.program import Footprint, UnitSpec, Update, plan_step, render, straight_trace
 from shardwise.runtime import BufferSync, Executor, Runner
 from shardwise.storage import (
     Unit,
@@ -116,8 +116,8 @@ class Engine:
         self._owns_world = owns_world
         self._is_open = True
         self._meter = ByteMeter()
-        self._states_per_param = vet(optimizer, model) if optimizer is not None else 0
-        self._units = _build_units(model, plan, self.mesh, world, self._meter)
+        updates = vet(optimizer, model) if optimizer is not None else {}
+        self._units = _build_units(model, plan, self.mesh, world, self._meter, updates)
         self._flats = [flat for unit in self._units for flat in unit.flats]
         self._wire_up(model, optimizer)
 
@@ -130,9 +130,13 @@ class Engine:
         self._verdict = Verdict(self._flats, collectives, groups)
         self._buffers = BufferSync(model, self.world)
         executor = Executor(self._flats, collectives, groups)
-        executor.provide("agree", lambda action: self._verdict.sum_over(action.over))
-        executor.provide("broadcast", lambda _: self._buffers.share())
+        executor.provide("verdict", lambda action: self._verdict.sum_over(action.over))
+        executor.provide("buffers", lambda _: self._buffers.share())
         prefetch_bytes = None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes
+        during = lambda: self._runner.during_step()  # noqa: E731
+        company = Company(self._flats, collectives, self.mesh, self.world.rank, during)
+        executor.provide("norms", company.add_norms)
+        executor.provide("update", company.hand_over)
         self._optimizer: AdoptedOptimizer | None = None
         if optimizer is not None:
             self._optimizer = AdoptedOptimizer(
@@ -141,6 +145,7 @@ class Engine:
                 before=self._before_step,
                 after=self._after_step,
                 forget=self.zero_grad,
+                company=company,
             )
         self._runner = Runner(
             model,
@@ -332,21 +337,21 @@ class Engine:
 
     def memory(self) -> MemoryReport:
         """Promise and measurement for this rank; see `MemoryReport`."""
-        states = self._states_per_param
         specs = tuple(unit.spec for unit in self._units)
-        promised = self._footprint(specs, states)
+        promised = self._footprint(specs)
         ddp = table_for(Plan(preset="ddp", precision=self.plan.precision), self.mesh)
         replicas = tuple(_with_table(unit.spec, ddp.on(self.mesh)) for unit in self._units)
-        return MemoryReport(_by_kind(promised), self._measured(), _by_kind(self._footprint(replicas, states)))
+        return MemoryReport(_by_kind(promised), self._measured(), _by_kind(self._footprint(replicas)))
 
-    def _footprint(self, specs: tuple[UnitSpec, ...], states: int) -> Footprint:
+    def _footprint(self, specs: tuple[UnitSpec, ...]) -> Footprint:
         trace = self._runner.trace if specs == self._runner.specs else straight_trace(specs)
         budget = None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes
         planned = plan_step(
             specs,
             trace,
             prefetch_bytes=budget,
-            states_per_param=states,
+            states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
+            coordinate=self.mesh.coordinate(self.world.rank),
             num_micro_batches=self.plan.accumulate,
         )
         return planned.footprint
@@ -505,13 +510,20 @@ class Engine:
         return self._optimizer
 
 
-def _build_units(model: nn.Module, plan: Plan, mesh: Mesh, world: World, meter: ByteMeter) -> list[Unit]:
+def _build_units(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    world: World,
+    meter: ByteMeter,
+    updates: Mapping[nn.Parameter, Update],
+) -> list[Unit]:
     """Check, choose, and only then change anything."""
     check_model(model)
     check_same_everywhere(model, world)
     choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
     coordinate = mesh.coordinate(world.rank)
-    units = [make_unit(choice, rows, mesh, coordinate, meter) for choice in choices]
+    units = [make_unit(choice, rows, mesh, coordinate, meter, updates) for choice in choices]
     units = [unit for unit in units if unit.flats]
     settle(units, model, world)
     return units

@@ -85,7 +85,7 @@ def _states(optimizer: AdoptedOptimizer, coordinate: Mapping[str, int]) -> Itera
     """The optimizer's states of this rank's pieces. A state that is not of the piece's size is kept whole."""
     for piece in optimizer.pieces:
         is_first_copy = _is_first_copy(piece.flat.spec.table.optim.shard, coordinate)
-        for key, value in optimizer.optimizer.state.get(piece.tensor, {}).items():
+        for key, value in optimizer.state_of(piece).items():
             tensor = value if isinstance(value, Tensor) else torch.tensor(value)
             span = piece.span if tensor.shape == piece.tensor.shape else Span(0, 0)
             yield Entry(f"state.{key}", piece.name, span, tensor, is_first_copy)

@@ -176,4 +176,4 @@ def _restore_optimizer(optimizer: AdoptedOptimizer, reader: _Reader) -> None:
             value = reader.piece(kind, piece.name, piece.span, piece.tensor.detach())
             if value is not None:
                 state[kind.removeprefix("state.")] = value
-        optimizer.optimizer.state[piece.tensor] = state
+        optimizer.put_state(piece, state)

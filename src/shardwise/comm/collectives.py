@@ -1,7 +1,8 @@
-"""What the rest of the library asks of communication. Everything above speaks in these five verbs."""
+"""What the rest of the library asks of communication. Everything above speaks in these six verbs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +29,7 @@ class Collectives(Protocol):
 
     Every rank of the group calls, in the same order. Each call returns at once; the tensors it was given
     belong to it until `wait` returns. All tensors are one-dimensional and contiguous, and their length is
-    a multiple of the group's size, except for `broadcast`.
+    a multiple of the group's size, except for `broadcast` and `all_to_all`.
     """
 
     ledger: Ledger
@@ -46,6 +47,13 @@ class Collectives(Protocol):
 
     def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
         """Sum the ranks' `source` into `out` (which may be `source`); bit for bit the same on all of them."""
+        ...
+
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> Work:
+        """Send `sent[i]` to the rank at place i of the group, and fill `arrived[i]` from it.
+
+        Lengths may differ, and what has no elements does not travel; what this rank would send itself is left alone.
+        """
         ...
 
     def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:

@@ -8,6 +8,8 @@ kernel. Gathers and reductions have communicators of their own and so run beside
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -68,6 +70,20 @@ class Nccl:
         work = dist.all_reduce(summed, group=self._reductions[group.ranks], async_op=True)
         return Pending([_Torch(work)], lambda: _land(summed, out))
 
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> Work:
+        """Among ranks of several axes it is one of the whole world, in which the others are sent nothing."""
+        self.ledger.called("all_to_all", group.axis)
+        for place, tensor in enumerate(sent):
+            self.ledger.sent("all_to_all", group.axis, tensor.nbytes if place != group.index else 0)
+        is_line = group.ranks in self._gathers
+        inputs, outputs = list(sent), list(arrived)
+        inputs[group.index] = outputs[group.index] = sent[group.index][:0]
+        if not is_line:
+            world_size = dist.get_world_size(self._world)
+            inputs, outputs = _spread(inputs, group, world_size), _spread(outputs, group, world_size)
+        work = dist.all_to_all(outputs, inputs, group=self._group_of(group), async_op=True)
+        return Pending([_Torch(work)])
+
     def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:
         self.ledger.called("broadcast", group.axis)
         work = dist.broadcast(tensor, root, group=self._group_of(group), async_op=True)
@@ -90,6 +106,12 @@ class Nccl:
     def _count(self, verb: str, group: Group, numel: int, dtype: torch.dtype) -> None:
         self.ledger.called(verb, group.axis)
         self.ledger.sent(verb, group.axis, (len(group.ranks) - 1) * numel * dtype.itemsize)
+
+
+def _spread(tensors: Sequence[Tensor], group: Group, world_size: int) -> list[Tensor]:
+    """By rank of the world what is by place in the group; nothing for ranks outside."""
+    by_rank = dict(zip(group.ranks, tensors, strict=True))
+    return [by_rank.get(rank, tensors[0][:0]) for rank in range(world_size)]
 
 
 def _land(arrived: Tensor, out: Tensor) -> None:

@@ -7,7 +7,7 @@ message, so a rank sends what a ring would, in one round instead of one per rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -64,6 +64,13 @@ class Pairwise:
                     chunk.copy_(rounded)
 
         return Pending([partly], give_back)
+
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> Work:
+        self.ledger.called("all_to_all", group.axis)
+        tag = self._next_tag()
+        works = [self._transport.receive(arrived[i], rank, tag) for i, rank in _others(group) if arrived[i].numel()]
+        works += [self._send("all_to_all", group, sent[i], rank, tag) for i, rank in _others(group) if sent[i].numel()]
+        return Pending(works)
 
     def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:
         self.ledger.called("broadcast", group.axis)

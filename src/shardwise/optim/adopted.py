@@ -6,36 +6,25 @@ group is this rank's piece (perhaps empty) of the parameter that was entry i. `o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from shardwise.placement import Span
+from shardwise.errors import ModelError
+from shardwise.optim.company import Company
+from shardwise.optim.cooperative import Alone, Cooperative
+from shardwise.optim.piece import Piece, pieces_of
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Piece:
-    """This rank's elements `span` of one parameter, as the optimizer sees them: flat, in fp32."""
-
-    name: str
-    shape: tuple[int, ...]
-    span: Span
-    tensor: nn.Parameter
-    flat: Flat
-    index: int
 
 
 class AdoptedOptimizer:
     """Ties an optimizer, vetted before, to the trainable flat buffers of one model.
 
     `before` and `after` are called around every step, whoever asks for it: `engine.step()` or
-    `optimizer.step()`. `forget` is what `zero_grad` means.
+    `optimizer.step()`. `forget` is what `zero_grad` means. `company` answers a cooperative optimizer.
     """
 
     def __init__(
@@ -46,22 +35,26 @@ class AdoptedOptimizer:
         before: Callable[[], None],
         after: Callable[[], None],
         forget: Callable[[], None],
+        company: Company,
     ) -> None:
         self.optimizer = optimizer
-        self.pieces = _pieces(optimizer, flats)
+        self.pieces = pieces_of(optimizer, flats)
         by_param: dict[Tensor, Piece] = {piece.flat.params[piece.index]: piece for piece in self.pieces}
-        self._originals = [list(group["params"]) for group in optimizer.param_groups]
-        state = dict(optimizer.state)
+        kept = {param: _dense(optimizer, param) for param in by_param if optimizer.state.get(param)}
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["params"] = [by_param[param].tensor if param in by_param else param for param in group["params"]]
-        for param, entry in state.items():
-            optimizer.state[by_param[param].tensor] = _sliced(entry, by_param[param])
+        company.meet(self.pieces)
+        if isinstance(optimizer, Cooperative):
+            optimizer.peers = company
+        for param, entry in kept.items():
+            self.put_state(by_param[param], entry)
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: before()),
             optimizer.register_step_post_hook(lambda *_: after()),
         ]
         optimizer.zero_grad = lambda set_to_none=True: forget()  # type: ignore[method-assign]  # undone in release  # noqa: ARG005
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]  # undone in release
 
     def offer_gradients(self) -> None:
         """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone."""
@@ -73,13 +66,37 @@ class AdoptedOptimizer:
         for piece in self.pieces:
             piece.tensor.grad = None
 
+    def state_of(self, piece: Piece) -> dict[str, Any]:
+        """The state of one piece as the plain optimizer has it: tensors like the piece, and numbers."""
+        return _dense(self.optimizer, piece.tensor) if self.optimizer.state.get(piece.tensor) else {}
+
+    def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
+        """Take over what `state_of` returns. Tensors of the whole parameter's shape are cut as it was."""
+        cut = {key: _cut(value, piece) for key, value in state.items()} if piece.span.numel else {}
+        if isinstance(self.optimizer, Cooperative):
+            self.optimizer.accept_state(piece.tensor, cut)
+        else:
+            self.optimizer.state[piece.tensor] = cut
+
+    def piece_of(self, flat: Flat, index: int) -> Piece | None:
+        """The piece of parameter `index` of `flat`; `None` if the optimizer has not got it."""
+        return next((piece for piece in self.pieces if piece.flat is flat and piece.index == index), None)
+
     def state_piece(self, flat: Flat, index: int, key: str) -> Tensor | None:
-        """This rank's elements of state `key` of a parameter; `None` if there is no such state here."""
-        for piece in self.pieces:
-            if piece.flat is flat and piece.index == index:
-                value = self.optimizer.state.get(piece.tensor, {}).get(key)
-                return value if isinstance(value, Tensor) and value.shape == piece.tensor.shape else None
-        return None
+        """This rank's elements of state `key` of a parameter; `None` if there is no such state here.
+
+        To change it, give it to `write_state`.
+        """
+        piece = self.piece_of(flat, index)
+        value = self.state_of(piece).get(key) if piece is not None else None
+        return value if piece is not None and isinstance(value, Tensor) and value.shape == piece.tensor.shape else None
+
+    def write_state(self, flat: Flat, index: int, key: str, value: Tensor) -> None:
+        """Replace this rank's elements of state `key`, which is there."""
+        piece = self.piece_of(flat, index)
+        assert piece is not None
+        state = self.state_of(piece)
+        self.put_state(piece, {**state, key: value.reshape(-1).to(state[key].dtype, copy=True)})
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's own states on this rank."""
@@ -95,33 +112,26 @@ class AdoptedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.optimizer.__dict__.pop("zero_grad", None)
+        if isinstance(self.optimizer, Cooperative):
+            self.optimizer.peers = Alone()
+        for name in ("zero_grad", "add_param_group"):
+            self.optimizer.__dict__.pop(name, None)
 
 
-def _pieces(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[Piece]:
-    """A piece for each parameter of the optimizer, in the order of its groups."""
-    homes = {param: (flat, index) for flat in flats for index, param in enumerate(flat.params)}
-    pieces = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param not in homes:  # of an integer dtype: it lies in no flat buffer and has no gradient
-                continue
-            flat, index = homes[param]
-            slot = flat.slots[index]
-            if flat.spec.trainable:
-                tensor, span = flat.master_piece(index)
-            else:  # torch lets a frozen parameter stand in a group, and never updates it
-                tensor, span = torch.empty(0, device=flat.device), Span(0, 0)
-            pieces.append(Piece(slot.name, slot.shape, span, nn.Parameter(tensor), flat, index))
-    return pieces
+def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
+    return optimizer.dense_state(param) if isinstance(optimizer, Cooperative) else dict(optimizer.state[param])
 
 
-def _sliced(entry: dict[str, Any], piece: Piece) -> dict[str, Any]:
-    """States that were there already: those of the parameter's shape are cut as it was."""
+def _cut(value: Any, piece: Piece) -> Any:
+    """This rank's elements of a state that has the whole parameter's shape; anything else as it is."""
+    if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
+        return value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.tensor.device, copy=True)
+    return value
 
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor) and tuple(value.shape) == piece.shape and value.dim() > 0:
-            return value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.tensor.dtype, copy=True)
-        return value
 
-    return {key: cut(value) for key, value in entry.items()}
+def _refuse_group(group: Mapping[str, Any]) -> None:
+    raise ModelError(
+        f"A parameter group of {len(list(group['params']))} parameters was added to an optimizer whose model is "
+        f"sharded already: how each parameter is updated is part of the program. Add all groups before shard(), "
+        f"those that come in later with lr=0."
+    )
