@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from shardwise.version import __version__
 
 if TYPE_CHECKING:
-    from shardwise import data
+    from shardwise import data, optim
     from shardwise.comm import World
     from shardwise.config import Plan, load_plan
     from shardwise.engine import Engine, shard
     from shardwise.errors import ShardwiseError
     from shardwise.mesh import Mesh
 
-__all__ = ["Engine", "Mesh", "Plan", "ShardwiseError", "World", "__version__", "data", "load_plan", "shard"]
+__all__ = ["Engine", "Mesh", "Plan", "ShardwiseError", "World", "__version__", "data", "load_plan", "optim", "shard"]
 
 _HOMES = {
     "Engine": "shardwise.engine",
@@ -36,8 +36,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name == "data":
-        return importlib.import_module("shardwise.data")
+    if name in ("data", "optim"):
+        return importlib.import_module(f"shardwise.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -133,8 +133,7 @@ class Engine:
         executor.provide("verdict", lambda action: self._verdict.sum_over(action.over))
         executor.provide("buffers", lambda _: self._buffers.share())
         prefetch_bytes = None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes
-        during = lambda: self._runner.during_step()  # noqa: E731
-        company = Company(self._flats, collectives, self.mesh, self.world.rank, during)
+        company = Company(self._flats, collectives, self.mesh, self.world.rank, self._during_step)
         executor.provide("norms", company.add_norms)
         executor.provide("update", company.hand_over)
         self._optimizer: AdoptedOptimizer | None = None
@@ -333,6 +332,18 @@ class Engine:
         self._require_open()
         self._access.load_state_dict(state)
 
+    def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
+        """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""
+        self._require_open()
+        return self._access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a plain optimizer's `state_dict()`, the same on every rank. All ranks call.
+
+        `optimizer.load_state_dict` does the same."""
+        self._require_open()
+        self._require_optimizer().optimizer.load_state_dict(dict(state))
+
     # -- what people read -------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
@@ -448,6 +459,9 @@ class Engine:
         if self.plan.clip_grad_norm is not None:
             clip(self._flats, norm, self.plan.clip_grad_norm)
         self._require_optimizer().offer_gradients()
+
+    def _during_step(self) -> None:
+        self._runner.during_step()
 
     def _prepare(self) -> float:
         """Bring gradients to where the update needs them, once per step, and agree on their norm."""

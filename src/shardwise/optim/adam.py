@@ -10,6 +10,7 @@ equal, a resumed run goes on alike, and a sharded run rounds as a plain one. 8-b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -33,8 +34,8 @@ class AdamW(Cooperative):
     """AdamW (arXiv:1711.05101) with the arguments of `torch.optim.AdamW` and a dtype for its states.
 
     `state_dtype` may also be set by group. `fp32` (which here means the parameters' own dtype) keeps 8 bytes a
-    parameter, `bf16` 4, `int8` 2.03. `state_dict()` holds states in fp32 under the names that `torch.optim.AdamW` uses, so
-    that either loads the other's.
+    parameter, `bf16` 4, `int8` 2.03. `state_dict()` holds states in fp32 under the names that `torch.optim.AdamW`
+    uses, so that either loads the other's.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class AdamW(Cooperative):
         return Update(state_of(group["state_dtype"], len(MOMENTS), param.numel()))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's has overloads
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = evaluated(closure)
         for number, param, group in self.members():
             if param.grad is not None:
@@ -77,7 +78,7 @@ class AdamW(Cooperative):
         flat, grad = param.detach().view(-1), param.grad.detach().reshape(-1)  # type: ignore[union-attr]  # step asked
         for start, stop in kept.slices(flat.numel()):
             moments = {name: kept.read(name, start, stop) for name in MOMENTS}
-            update_adamw(flat[start:stop], grad[start:stop], *moments.values(), step, group)
+            update_adamw(flat[start:stop], grad[start:stop], moments["exp_avg"], moments["exp_avg_sq"], step, group)
             for name, value in moments.items():
                 kept.write(name, start, stop, value)
 
@@ -162,7 +163,7 @@ class _Kept:
             return [(0, numel)]
         lead = self._start % BLOCK
         cuts = [0, *range(SLICE_NUMEL - lead, numel, SLICE_NUMEL), numel]
-        return list(zip(cuts, cuts[1:], strict=False))
+        return list(itertools.pairwise(cuts))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         kept: Tensor = self._state[name].view(-1)[start:stop]

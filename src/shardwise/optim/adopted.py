@@ -6,7 +6,7 @@ group is this rank's piece (perhaps empty) of the parameter that was entry i. `o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class AdoptedOptimizer:
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: before()),
             optimizer.register_step_post_hook(lambda *_: after()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: self._cut_state_dict(state)),
         ]
         optimizer.zero_grad = lambda set_to_none=True: forget()  # type: ignore[method-assign]  # undone in release  # noqa: ARG005
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]  # undone in release
@@ -77,6 +78,24 @@ class AdoptedOptimizer:
             self.optimizer.accept_state(piece.tensor, cut)
         else:
             self.optimizer.state[piece.tensor] = cut
+
+    def numbered(self) -> Iterator[tuple[int, Piece]]:
+        """Each piece with its number in `state_dict()`: parameters count through the groups."""
+        by_tensor = {piece.tensor: piece for piece in self.pieces}
+        every = (param for group in self.optimizer.param_groups for param in group["params"])
+        for number, param in enumerate(every):
+            if param in by_tensor:
+                yield number, by_tensor[param]
+
+    def _cut_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What `load_state_dict` is to load of a plain optimizer's whole state, or of this rank's own."""
+        pieces = dict(self.numbered())
+        kept = {
+            number: {key: _cut(value, pieces[number]) for key, value in entry.items()}
+            for number, entry in state["state"].items()
+            if number in pieces and pieces[number].span.numel
+        }
+        return {**state, "state": kept}
 
     def piece_of(self, flat: Flat, index: int) -> Piece | None:
         """The piece of parameter `index` of `flat`; `None` if the optimizer has not got it."""
@@ -129,9 +148,14 @@ def _cut(value: Any, piece: Piece) -> Any:
     return value
 
 
-def _refuse_group(group: Mapping[str, Any]) -> None:
+def _refuse_group(param_group: dict[str, Any]) -> None:
     raise ModelError(
-        f"A parameter group of {len(list(group['params']))} parameters was added to an optimizer whose model is "
-        f"sharded already: how each parameter is updated is part of the program. Add all groups before shard(), "
-        f"those that come in later with lr=0."
+        f"A parameter group with {_said(param_group)} was added to an optimizer whose model is sharded already: how "
+        f"each parameter is updated is part of the program. Add all groups before shard(), those that come in later "
+        f"with lr=0."
     )
+
+
+def _said(group: Mapping[str, Any]) -> str:
+    settings = [f"{key}={value}" for key, value in group.items() if key != "params"]
+    return ", ".join(settings) or "the default settings"

@@ -253,7 +253,7 @@ class _Passage:
             return []
         held = [(matrix, self._over.held(matrix, place).numel) for matrix in matrices]
         some = [(matrix, numel) for matrix, numel in held if numel]
-        return list(zip((one for one, _ in some), message.split([numel for _, numel in some]), strict=True))
+        return list(zip((one for one, _ in some), torch.split(message, [numel for _, numel in some]), strict=True))
 
     def _open_staging(self) -> None:
         self._staging = [self._new(self._numel(self._owned(), place)) for place in self._places()]

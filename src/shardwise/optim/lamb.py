@@ -37,7 +37,7 @@ class Lamb(Cooperative):
         return Update(States(copies=2), needs_norm=True)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's has overloads
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The direction is worked out twice, for its norm and for the update, so that it need not be kept."""
         loss = evaluated(closure)
         members = list(self.members())

@@ -24,7 +24,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's has overloads
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = evaluated(closure)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]

@@ -83,7 +83,7 @@ class Muon(Cooperative):
         return Update(States(copies=1), matrix=(rows, cols), dtype=group["iterate_in"])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's has overloads
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = evaluated(closure)
         groups = {param: group for _, param, group in self.members()}
 
