@@ -142,10 +142,12 @@ def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
 
 
 def _cut(value: Any, piece: Piece) -> Any:
-    """This rank's elements of a state that has the whole parameter's shape; anything else as it is."""
-    if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
+    """This rank's elements of a state that has the whole parameter's shape; a copy of anything else."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() > 0 and tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
         return value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.tensor.device, copy=True)
-    return value
+    return value.detach().clone()
 
 
 def _refuse_group(param_group: dict[str, Any]) -> None:
