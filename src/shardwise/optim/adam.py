@@ -75,12 +75,17 @@ class AdamW(Cooperative):
         state["step"] += 1
         step = int(state["step"])
         kept = _Kept(state, self._kind(param, group), self.peers.start_of(param), seed=number * 0x9E3779B1 + step)
-        flat, grad = param.detach().view(-1), param.grad.detach().reshape(-1)  # type: ignore[union-attr]  # step asked
+        flat, grad = param.detach().reshape(-1), param.grad.detach().reshape(-1)  # type: ignore[union-attr]  # step asked
         for start, stop in kept.slices(flat.numel()):
+            wide = flat[start:stop].to(kept.dtype)
             moments = {name: kept.read(name, start, stop) for name in MOMENTS}
-            update_adamw(flat[start:stop], grad[start:stop], moments["exp_avg"], moments["exp_avg_sq"], step, group)
+            update_adamw(wide, grad[start:stop].to(kept.dtype), moments["exp_avg"], moments["exp_avg_sq"], step, group)
             for name, value in moments.items():
                 kept.write(name, start, stop, value)
+            if wide.dtype != flat.dtype:
+                flat[start:stop] = wide
+        if not param.is_contiguous():  # then what was updated is a copy
+            param.copy_(flat.view(param.shape))
 
     def _kind(self, param: nn.Parameter, group: Mapping[str, Any]) -> StateDtype:
         """How the states of `param` are kept: small parameters keep 8-bit ones wide."""
@@ -148,11 +153,17 @@ class _Kept:
         self._start = start
         self._seed = seed
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the update is worked out: fp32, or the parameter's own, where states are kept in it."""
+        own: torch.dtype = self._state["exp_avg"].dtype
+        return own if self._kind == "fp32" else torch.float32
+
     def raise_for(self, param: Tensor) -> None:
         """Zeros for every state of `param`."""
         for name in MOMENTS:
             dtype = {"fp32": param.dtype, "bf16": torch.bfloat16, "int8": torch.uint8}[self._kind]
-            self._state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            self._state[name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
             if self._kind == "int8":
                 num_blocks = -(-(self._start + param.numel()) // BLOCK) - self._start // BLOCK if param.numel() else 0
                 self._state[f"{name}_scale"] = torch.zeros(num_blocks, device=param.device)

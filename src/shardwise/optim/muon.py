@@ -117,7 +117,7 @@ class Muon(Cooperative):
         buffer.lerp_(param.grad, 1 - momentum)
         given = param.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
         dtype = torch.bfloat16 if group["iterate_in"] == "bf16" else torch.float32
-        return given.to(dtype, copy=given is buffer).view(-1)
+        return given.to(dtype, copy=given is buffer).reshape(-1)
 
     def _adamw(self, param: nn.Parameter, group: Mapping[str, Any]) -> None:
         state = self.state[param]
