@@ -461,7 +461,9 @@ class Engine:
         self._require_optimizer().offer_gradients()
 
     def _during_step(self) -> None:
-        self._runner.during_step()
+        """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
+        if self._is_taken:
+            self._runner.during_step()
 
     def _prepare(self) -> float:
         """Bring gradients to where the update needs them, once per step, and agree on their norm."""

@@ -405,4 +405,72 @@ def test_plain_models_of_other_dtypes_and_strides(name: str, dtype: torch.dtype)
             optimizer.step()
     moved = (params[0] - start).abs().max()
     assert moved > 0
-    assert (params[0] - params[1]).abs().max() <= 0.1 * moved
+    assert (params[0] - params[1]).abs().max() <= 0.5 * moved
+
+
+COPIED = {kind: {"shard": []} for kind in ("param", "held", "grad", "optim")}
+LOCAL = {kind: {"shard": ["local"]} for kind in ("param", "held", "grad", "optim")}
+
+
+@pytest.mark.parametrize("name", ["lamb", "muon", "adamw-bf16"])
+def test_with_rows_by_rule_clipping_and_accumulation(name: str, model: Transformer) -> None:
+    """Parameters whose states lie on more ranks than others' count once in their norms."""
+    rules = {
+        "copied": {"params": ["blocks.0.*", "*.bias"], "rows": COPIED},
+        "local": {"params": ["blocks.1.*"], "rows": LOCAL},
+    }
+    mesh = {"node": 2, "local": 2}
+    data = batches(4, rows=16)
+
+    def halves(engine: sw.Engine, _: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+        losses = []
+        for half in zip(*(part.chunk(2) for part in batch), strict=True):
+            losses.append(engine(*half))
+            engine.backward(losses[-1])
+            engine.step()
+        return torch.stack(losses).mean().detach()
+
+    plan = {"rules": rules, "clip_grad_norm": 0.5, "accumulate": 2}
+    run = sharded_run(model, data, "zero3", 4, mesh, OURS[name], step=halves, after=measure_step_of(2), **plan)
+    tolerance = PARAM_TOLERANCE.get(name, 1e-5)
+    assert_same(run, plain_run(model, data, OURS[name], clip=0.5), loss=1e-5, param=tolerance, norm=1e-4)
+
+
+def measure_step_of(num_micro_batches: int) -> Callable[[sw.Engine], dict[str, Any]]:
+    def measure(engine: sw.Engine) -> dict[str, Any]:
+        ledger, planned = engine._ledger, engine._runner.program
+        engine.world.barrier()
+        ledger.clear()
+        x, y = batches(1, rows=4)[0]
+        for _ in range(num_micro_batches):
+            engine.backward(engine(x, y))
+            engine.step()
+        coordinate = engine.mesh.coordinate(engine.world.rank)
+        assert sum(ledger.sent_bytes.values()) == planned.sent_bytes(num_micro_batches, coordinate)
+        return {}
+
+    return measure
+
+
+@pytest.mark.parametrize("name", ["lamb", "muon", "adamw-int8"])
+def test_in_half_precision(name: str, model: Transformer) -> None:
+    """bf16 stays near the plain model; in fp16 a step that overflows on one rank is left out everywhere."""
+    data = batches(6, rows=12)
+    narrow = sharded_run(model, data, "zero3", 3, None, OURS[name], precision="bf16")
+    assert_same(narrow, plain_run(model, data, OURS[name]), loss=1e-2, param=5e-2, norm=0.1)
+
+    def work(world: sw.World) -> None:
+        plain = replicas[world.rank]
+        optimizer = OURS[name](plain)
+        with sw.shard(plain, {"precision": "fp16"}, optimizer=optimizer, world=world) as engine:
+            x, y = (part.chunk(2)[world.rank] for part in data[0])
+            before = engine.state_dict()
+            engine.backward(engine(x, y) * (float("inf") if world.rank == 1 else 1.0))
+            engine.step()
+            assert all(torch.equal(before[key], value) for key, value in engine.state_dict().items())
+            engine.backward(engine(x, y))
+            engine.step()
+            assert any(not torch.equal(before[key], value) for key, value in engine.state_dict().items())
+
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    run_ranks(2, work)
