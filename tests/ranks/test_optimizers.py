@@ -379,7 +379,7 @@ def test_an_optimizer_with_narrow_states_can_be_saved_by_torch(model: Transforme
     stream = io.BytesIO()
     torch.save(optimizer.state_dict(), stream)
     stream.seek(0)
-    other = OURS["adamw-int8"](copy.deepcopy(model))
+    other = copy.deepcopy(OURS["adamw-int8"](copy.deepcopy(model)))
     other.load_state_dict(torch.load(stream, weights_only=True))
     for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
         assert all(torch.equal(one[key], two[key]) for key in one)

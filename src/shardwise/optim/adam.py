@@ -53,8 +53,6 @@ class AdamW(Cooperative):
         for group in self.param_groups:
             if group["state_dtype"] not in ("fp32", "bf16", "int8"):
                 raise ConfigError(f"state_dtype is {group['state_dtype']!r}; it is fp32, bf16 or int8.")
-        self.register_state_dict_post_hook(_widened)
-        self.register_load_state_dict_post_hook(_narrowed)
 
     def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:
         return Update(state_of(group["state_dtype"], len(MOMENTS), param.numel()))
@@ -114,6 +112,17 @@ class AdamW(Cooperative):
             if state[name] is not None:
                 kept.write(name, 0, param.numel(), state[name].reshape(-1).to(param.device), exact=True)
         self.state[param] = own
+
+    def state_dict(self) -> dict[str, Any]:
+        """States in fp32, as `torch.optim.AdamW` writes them."""
+        states = {number: self.dense_state(param) for number, param, _ in self.members()}
+        return {**super().state_dict(), "state": {number: state for number, state in states.items() if state}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over states in fp32, and keep them as `state_dtype` says."""
+        super().load_state_dict(state_dict)
+        for _, param, _ in self.members():
+            self.accept_state(param, self.state.get(param, {}))
 
     def _group_of(self, param: nn.Parameter) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(param is other for other in group["params"]))
@@ -221,17 +230,3 @@ def round_stochastically(values: Tensor, start: int, seed: int) -> Tensor:
 def _signed(word: int) -> int:
     """The lowest 32 bits of `word`, as int32 reads them."""
     return (word + 2**31) % 2**32 - 2**31
-
-
-def _widened(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """A `state_dict` with states in fp32, as `torch.optim.AdamW` writes it."""
-    assert isinstance(optimizer, AdamW)
-    states = {number: optimizer.dense_state(param) for number, param, _ in optimizer.members()}
-    return {**packed, "state": {number: state for number, state in states.items() if state}}
-
-
-def _narrowed(optimizer: torch.optim.Optimizer) -> None:
-    """What `load_state_dict` has put there, kept as `state_dtype` says."""
-    assert isinstance(optimizer, AdamW)
-    for _, param, _ in optimizer.members():
-        optimizer.accept_state(param, optimizer.state.get(param, {}))

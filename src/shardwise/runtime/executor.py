@@ -43,7 +43,7 @@ class BoundBlock:
 
     def _timed(self, action: Action, call: Call) -> None:
         """Make the call as a span of the host, known to the profiler of torch too; follow what it sends on its way."""
-        travelling = f"{action.flat} {'grad' if action.subject == 'grad' else 'param'}"
+        travelling = f"{action.flat} {action.subject if action.subject in ('grad', 'update') else 'param'}"
         if action.communicates and action.stream != "compute":
             self._timeline.begin(ON_THE_WAY, travelling, action=str(action))
         with self._timeline.span(str(action), moment=str(self.moment)), torch.profiler.record_function(str(action)):
