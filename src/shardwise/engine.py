@@ -74,7 +74,7 @@ def shard(
     """Put every tensor of `model` and `optimizer` where `plan` says. All ranks call.
 
     `model` stays the same object, its parameters keep their names and shapes, and `optimizer` (any
-    elementwise `torch.optim.Optimizer` over `model.parameters()`) stays the user's own object. All ranks
+    elementwise one, or one of `shardwise.optim`, over `model.parameters()`) stays the user's own object. All ranks
     start from rank 0's values. `plan` is a preset's name, a file, a mapping or a `Plan`; `world` is joined
     from the environment if it is not given, and is then closed with the engine.
 
