@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shardwise.version import __version__
 
 if TYPE_CHECKING:
-    from shardwise import data
+    from shardwise import data, optim
     from shardwise.checkpoint import Keep
     from shardwise.comm import World
     from shardwise.config import Plan, load_plan
@@ -36,6 +36,7 @@ __all__ = [
     "data",
     "inspect",
     "load_plan",
+    "optim",
     "shard",
 ]
 
@@ -54,8 +55,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name == "data":
-        return importlib.import_module("shardwise.data")
+    if name in ("data", "optim"):
+        return importlib.import_module(f"shardwise.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.errors import ModelError, nearest
+from shardwise.errors import ModelError, StateError, nearest
 from shardwise.optim import AdoptedOptimizer
 from shardwise.placement import Span
 from shardwise.runtime import Mover, Runner
@@ -54,7 +55,9 @@ class Access:
         if what != PARAM and not self._exists_anywhere(flat, index, what):
             raise ModelError(f"{name} has no {what} to write to; there is one {_when(what)}.")
         piece, span = self._piece(flat, index, what), _span(flat, index)
-        if piece is not None:
+        if piece is not None and what not in (PARAM, GRAD) and self._optimizer is not None:
+            self._optimizer.write_state(flat, index, what, value.reshape(-1)[span.start : span.stop])
+        elif piece is not None:
             piece.copy_(value.reshape(-1)[span.start : span.stop])
         if what == PARAM:
             self._runner.restore_params()
@@ -116,6 +119,52 @@ class Access:
             if piece is not None:
                 piece.copy_(state[name].reshape(-1)[span.start : span.stop])
         self._runner.restore_params()
+
+    def optimizer_state_dict(self, *, on_rank: bool = True) -> dict[str, Any]:
+        """What the plain optimizer's `state_dict()` would be: whole states, on the CPU, under the same numbers.
+
+        A rank that asks with `on_rank=False` takes part and keeps nothing.
+        """
+        optimizer = self._optimizer
+        if optimizer is None:
+            raise StateError("This engine has no optimizer; give one to shard(model, plan, optimizer=...).")
+        states: dict[tuple[str, int], dict[str, Any]] = {}
+        for mover in self._movers.values():
+            if mover.flat.spec.trainable:
+                states |= self._whole_states(mover, optimizer, on_rank=on_rank)
+        if not on_rank:
+            return {}
+        found = {number: states.get((piece.flat.name, piece.index)) for number, piece in optimizer.numbered()}
+        return {
+            "state": {number: state for number, state in found.items() if state},
+            "param_groups": optimizer.optimizer.state_dict()["param_groups"],
+        }
+
+    def _whole_states(
+        self, mover: Mover, optimizer: AdoptedOptimizer, *, on_rank: bool
+    ) -> dict[tuple[str, int], dict[str, Any]]:
+        """The states of one flat buffer's parameters, one state of all of them at a time."""
+        flat = mover.flat
+        pieces = {piece.index: piece for piece in optimizer.pieces if piece.flat is flat}
+        local = {index: optimizer.state_of(piece) for index, piece in pieces.items()}
+        mine = {
+            f"{index} {key}": _fact(value, pieces[index].tensor)
+            for index, state in local.items()
+            for key, value in state.items()
+        }
+        states: dict[tuple[str, int], dict[str, Any]] = {}
+        wholes: dict[str, Tensor] = {}
+        for name, fact in mover.merged(mine).items():
+            index, key = int(name.split(" ", 1)[0]), name.split(" ", 1)[1]
+            if fact["is_piece"] and key not in wholes:
+                held = {at: state[key] for at, state in local.items() if isinstance(state.get(key), Tensor)}
+                whole = self._whole(flat, held, getattr(torch, fact["dtype"]))
+                wholes[key] = whole.cpu() if on_rank else whole.new_empty(0)
+            if on_rank:
+                slot = flat.slots[index]
+                whole_state = _cut(wholes[key], slot.span).view(slot.shape).clone() if fact["is_piece"] else None
+                states.setdefault((flat.name, index), {})[key] = _read(fact) if whole_state is None else whole_state
+        return states
 
     @contextmanager
     def gathered(self, names: Sequence[str], *, write: bool) -> Iterator[None]:
@@ -187,6 +236,19 @@ def _span(flat: Flat, index: int) -> Span:
     """Which elements of a parameter this rank keeps."""
     slot = flat.slots[index]
     return slot.span.overlap(flat.optim_span if flat.spec.trainable else flat.param_span).within(slot.span)
+
+
+def _fact(value: Any, piece: Tensor) -> dict[str, Any]:
+    """A state as JSON: its dtype if it has the piece's shape, else its value too."""
+    if not isinstance(value, Tensor):
+        return {"is_piece": False, "dtype": None, "value": value}
+    dtype = str(value.dtype).removeprefix("torch.")
+    is_piece = value.dim() > 0 and value.shape == piece.shape
+    return {"is_piece": is_piece, "dtype": dtype, "value": None if is_piece else value.tolist()}
+
+
+def _read(fact: Mapping[str, Any]) -> Any:
+    return fact["value"] if fact["dtype"] is None else torch.tensor(fact["value"], dtype=getattr(torch, fact["dtype"]))
 
 
 def _check_names(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

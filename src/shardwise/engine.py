@@ -32,10 +32,10 @@ from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError, StateError
 from shardwise.formats import DTYPES, MAX_FILE_BYTES, save_pretrained
 from shardwise.mesh import Mesh
-from shardwise.optim import AdoptedOptimizer, vet
+from shardwise.optim import AdoptedOptimizer, Company, vet
 from shardwise.placement import KINDS, Table, mesh_for, table_for
 from shardwise.precision import LossScaler, Verdict, cast_floating, clip, norm_of, scale_gradients
-from shardwise.program import Footprint, UnitSpec, plan_step, render, straight_trace
+from shardwise.program import Footprint, UnitSpec, Update, plan_step, render, straight_trace
 from shardwise.runtime import BufferSync, Executor, Runner
 from shardwise.storage import (
     Unit,
@@ -88,7 +88,7 @@ def shard(
     """Put every tensor of `model` and `optimizer` where `plan` says. All ranks call.
 
     `model` stays the same object, its parameters keep their names and shapes, and `optimizer` (any
-    elementwise `torch.optim.Optimizer` over `model.parameters()`) stays the user's own object. All ranks
+    elementwise one, or one of `shardwise.optim`, over `model.parameters()`) stays the user's own object. All ranks
     start from rank 0's values. `plan` is a preset's name, a file, a mapping or a `Plan`; `world` is joined
     from the environment if it is not given, and is then closed with the engine.
 
@@ -130,8 +130,8 @@ class Engine:
         self._owns_world = owns_world
         self._is_open = True
         self._meter = ByteMeter()
-        self._states_per_param = vet(optimizer, model) if optimizer is not None else 0
-        self._units = _build_units(model, plan, self.mesh, world, self._meter)
+        self._updates = vet(optimizer, model) if optimizer is not None else {}
+        self._units = _build_units(model, plan, self.mesh, world, self._meter, self._updates)
         self._flats = [flat for unit in self._units for flat in unit.flats]
         self._saver = Saver(world, pinned=self._flats[0].device.type == "cuda")
         self._remembered: dict[str, Stateful] = {}
@@ -146,9 +146,12 @@ class Engine:
         self._verdict = Verdict(self._flats, collectives, groups)
         self._buffers = BufferSync(model, self.world)
         executor = Executor(self._flats, collectives, groups)
-        executor.provide("agree", lambda action: self._verdict.sum_over(action.over))
-        executor.provide("broadcast", lambda _: self._buffers.share())
+        executor.provide("verdict", lambda action: self._verdict.sum_over(action.over))
+        executor.provide("buffers", lambda _: self._buffers.share())
         prefetch_bytes = None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes
+        company = Company(self._flats, collectives, self.mesh, self.world.rank, self._during_step)
+        executor.provide("norms", company.add_norms)
+        executor.provide("update", company.hand_over)
         self._optimizer: AdoptedOptimizer | None = None
         if optimizer is not None:
             self._optimizer = AdoptedOptimizer(
@@ -157,6 +160,7 @@ class Engine:
                 before=self._before_step,
                 after=self._after_step,
                 forget=self.zero_grad,
+                company=company,
             )
         self._runner = Runner(
             model,
@@ -347,7 +351,7 @@ class Engine:
             self.scaler = _scaler_for(loaded)
         self.plan, self.mesh, self.table, self._meter = loaded, mesh, table, ByteMeter()
         coordinate = mesh.coordinate(self.world.rank)
-        self._units = [make_unit(choice, rows, mesh, coordinate, self._meter) for choice in choices]
+        self._units = [make_unit(choice, rows, mesh, coordinate, self._meter, self._updates) for choice in choices]
         self._units = [unit for unit in self._units if unit.flats]
         self._flats = [flat for unit in self._units for flat in unit.flats]
         collectives = self.world.collectives(self._flats[0].device)
@@ -439,25 +443,37 @@ class Engine:
         self._require_open()
         self._access.load_state_dict(state)
 
+    def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
+        """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""
+        self._require_open()
+        return self._access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a plain optimizer's `state_dict()`, the same on every rank. All ranks call.
+
+        `optimizer.load_state_dict` does the same."""
+        self._require_open()
+        self._require_optimizer().optimizer.load_state_dict(dict(state))
+
     # -- what people read -------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
         """Promise and measurement for this rank; see `MemoryReport`."""
-        states = self._states_per_param
         specs = tuple(unit.spec for unit in self._units)
-        promised = self._footprint(specs, states)
+        promised = self._footprint(specs)
         ddp = table_for(Plan(preset="ddp", precision=self.plan.precision), self.mesh)
         replicas = tuple(_with_table(unit.spec, ddp.on(self.mesh)) for unit in self._units)
-        return MemoryReport(_by_kind(promised), self._measured(), _by_kind(self._footprint(replicas, states)))
+        return MemoryReport(_by_kind(promised), self._measured(), _by_kind(self._footprint(replicas)))
 
-    def _footprint(self, specs: tuple[UnitSpec, ...], states: int) -> Footprint:
+    def _footprint(self, specs: tuple[UnitSpec, ...]) -> Footprint:
         trace = self._runner.trace if specs == self._runner.specs else straight_trace(specs)
         budget = None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes
         planned = plan_step(
             specs,
             trace,
             prefetch_bytes=budget,
-            states_per_param=states,
+            states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
+            coordinate=self.mesh.coordinate(self.world.rank),
             num_micro_batches=self.plan.accumulate,
         )
         return planned.footprint
@@ -563,6 +579,11 @@ class Engine:
             clip(self._flats, norm, self.plan.clip_grad_norm)
         self._require_optimizer().offer_gradients()
 
+    def _during_step(self) -> None:
+        """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
+        if self._is_taken:
+            self._runner.during_step()
+
     def _prepare(self) -> float:
         """Bring gradients to where the update needs them, once per step, and agree on their norm."""
         if not self._is_prepared or self.gradient_norm is None:
@@ -628,13 +649,20 @@ def _scaler_for(plan: Plan) -> LossScaler | None:
     return LossScaler(plan.loss_scale) if plan.precision == "fp16" else None
 
 
-def _build_units(model: nn.Module, plan: Plan, mesh: Mesh, world: World, meter: ByteMeter) -> list[Unit]:
+def _build_units(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    world: World,
+    meter: ByteMeter,
+    updates: Mapping[nn.Parameter, Update],
+) -> list[Unit]:
     """Check, choose, and only then change anything."""
     check_model(model)
     check_same_everywhere(model, world)
     choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
     coordinate = mesh.coordinate(world.rank)
-    units = [make_unit(choice, rows, mesh, coordinate, meter) for choice in choices]
+    units = [make_unit(choice, rows, mesh, coordinate, meter, updates) for choice in choices]
     units = [unit for unit in units if unit.flats]
     settle(units, model, world)
     return units

@@ -1,6 +1,7 @@
-"""The golden programs: one text per preset. `python tests/golden/refresh.py` writes them anew.
+"""The golden programs: one text per preset, and the step of each optimizer that looks at whole parameters.
 
-A refactoring leaves them as they are; a change of a scheme shows here as the lines that changed.
+`python tests/golden/refresh.py` writes them anew. A refactoring leaves them as they are; a change of a scheme
+shows here as the lines that changed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from shardwise.config import Plan
 from shardwise.mesh import Mesh
 from shardwise.placement import PRESETS, mesh_for, pack, padded_numel, table_for
-from shardwise.program import FlatSpec, UnitSpec, plan_step, render, straight_trace
+from shardwise.program import FlatSpec, PlacedUpdate, UnitSpec, plan_step, render, straight_trace, update_by
 
 FOLDER = Path(__file__).parent
 REFRESH = "python tests/golden/refresh.py"
@@ -20,7 +21,16 @@ BLOCK, EMBEDDING = 12 * 256**2, 1000 * 256
 
 def texts() -> dict[str, str]:
     """The program of every preset by file name."""
-    return {f"{name}.txt": _text(name) for name in PRESETS}
+    steps = {f"step-{name}.txt": _step(name) for name in ("lamb", "muon")}
+    return {f"{name}.txt": _text(name) for name in PRESETS} | steps
+
+
+def _step(optimizer: str) -> str:
+    plan = Plan(preset="zero3", precision="bf16")
+    mesh = mesh_for(plan, 4)
+    units = _units(plan, mesh, optimizer)
+    planned = plan_step(units, straight_trace(units))
+    return f"# a step of {optimizer} in zero3 in bf16 on {mesh}. Refresh: {REFRESH}\n" + render(planned.step)
 
 
 def _text(name: str) -> str:
@@ -32,12 +42,16 @@ def _text(name: str) -> str:
     return header + render(planned.micro_batch) + render(planned.step)
 
 
-def _units(plan: Plan, mesh: Mesh) -> tuple[UnitSpec, ...]:
+def _units(plan: Plan, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
     table = table_for(plan, mesh).on(mesh)
 
     def flat(name: str, num_elements: int, *, trainable: bool = True) -> FlatSpec:
         slots = pack([(name, (num_elements,))])
-        return FlatSpec(name, padded_numel(slots, mesh.world_size), 1, table, mesh, trainable)
+        numel = padded_numel(slots, mesh.world_size)
+        shape, is_hidden = (num_elements // 256, 256), name.startswith("h.")
+        update = update_by(optimizer, shape, is_hidden=is_hidden) if optimizer else None
+        updates = (PlacedUpdate(slots[0].span, update),) if update else ()
+        return FlatSpec(name, numel, 1, table, mesh, trainable, updates)
 
     return (
         UnitSpec("wte", (flat("wte", EMBEDDING),)),

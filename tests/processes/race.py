@@ -12,12 +12,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ranks"))
 from twins import Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run
 
 import shardwise as sw
+from shardwise.optim import Muon, hidden_matrices
 
 
 def main() -> None:
     torch.set_num_threads(1)
     world = sw.World.join(timeout_seconds=60)
     torch.manual_seed(world.rank)  # rank 0's values win
+    race_muon(world)
     for preset, mesh, precision in cases(world.size):
         start = Transformer(tied=True)
         twin = Transformer(tied=True)
@@ -57,6 +59,29 @@ def race(
         assert_same(run, expected)
     else:
         assert_same(run, expected, loss=1e-2, param=3e-2, norm=0.1)
+
+
+def race_muon(world: sw.World) -> None:
+    """Pieces of matrices to their owners and back: messages of any length, over a line of two axes too."""
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(4)
+    twin = plain_run(model, data, muon)
+    optimizer = muon(model)
+    plan = {"preset": "zero3", "mesh": {"node": 2, "local": world.size // 2}}
+    with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+        for step, (x, y) in enumerate(data):
+            mine = [part.chunk(world.size)[world.rank] for part in (x, y)]
+            loss = world.mean(engine_step(engine, optimizer, (mine[0], mine[1])).item())
+            assert abs(loss - twin.losses[step]) <= 1e-5 * loss
+        for name, param in full_params(engine).items():
+            assert (param - twin.params[name]).abs().max() <= 1e-5, name
+
+
+def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
+    hidden = hidden_matrices(model)
+    others = [param for param in model.parameters() if all(param is not one for one in hidden)]
+    groups = [{"params": hidden, "lr": 0.01}, {"params": others, "use_muon": False, "lr": 3e-3, "adamw_eps": 1e-5}]
+    return Muon(groups, iterate_in="fp32")
 
 
 if __name__ == "__main__":

@@ -185,6 +185,24 @@ def test_bytes_are_what_one_counts_by_hand(capsys: pytest.CaptureFixture[str]) -
     assert told["sent_bytes_per_step"] == 2 * numel * 2 * 3 // 4 + verdict
 
 
+def test_an_optimizer_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    numel = 4 * 2**20
+    kept = {"sgd": 0, "lion": 4, "adamw": 8, "adamw-bf16": 4, "adamw-int8": 2 + 8 / 256, "lamb": 8, "muon": 4}
+    for name, num_bytes in kept.items():
+        told = as_json(capsys, "zero3", "--world", "4", "--optimizer", name)
+        assert told["optimizer"] == name
+        assert told["bytes"]["optim"] == num_bytes * numel / 4
+        assert ("during step" in told["program"]) == (name in ("lamb", "muon"))
+    assert "8-bit" in said(capsys, "zero3", "--world", "2", "--optimizer", "adamw-int8").lower()
+
+
+def test_the_optimizer_of_a_model_is_asked_parameter_by_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    model = "tests/ranks/twins.py:Transformer"
+    told = as_json(capsys, "zero2", "--world", "2", "--optimizer", "muon", "--model", model)
+    assert "orthogonalize  blocks.0" in told["program"]
+    assert "orthogonalize  head" not in told["program"]
+
+
 def test_ddp_needs_what_replicated_training_needs(capsys: pytest.CaptureFixture[str]) -> None:
     told = as_json(capsys, "ddp", "--world", "3")
     assert told["bytes"] == told["replicated_bytes"]

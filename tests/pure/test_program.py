@@ -81,7 +81,7 @@ def test_comments_and_blank_lines_are_passed_over() -> None:
     assert parse(text) == (Block(Moment("before", "forward", "h.0"), (gather,)),)
 
 
-@pytest.mark.parametrize("text", ["during forward h.0", "before lunch", "before forward a b", "gather h.0"])
+@pytest.mark.parametrize("text", ["amid forward h.0", "before lunch", "before forward a b", "gather h.0"])
 def test_what_is_no_moment_is_refused(text: str) -> None:
     with pytest.raises(ProgramError, match=f"'{text}' is not a moment; one reads like 'before forward h.0'"):
         parse(text)

@@ -77,6 +77,24 @@ def test_all_reduce_is_the_same_everywhere(num_ranks: int, wire: torch.dtype, in
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
+def test_all_to_all_of_any_lengths(num_ranks: int) -> None:
+    """Rank i sends i * j numbers to rank j; what is empty does not travel."""
+
+    def rank(world: sw.World) -> int:
+        me, collectives = world.rank, world.collectives(torch.device("cpu"))
+        sent = [torch.full((me * other,), float(10 * me + other)) for other in range(num_ranks)]
+        arrived = [torch.zeros(other * me) for other in range(num_ranks)]
+        collectives.all_to_all(arrived, sent, world.everybody).wait()
+        for other in range(num_ranks):
+            expected = 10 * other + me if other != me else 0  # what one has oneself is left alone
+            assert torch.equal(arrived[other], torch.full((other * me,), float(expected)))
+        return sum(collectives.ledger.sent_bytes.values())
+
+    for me, sent_bytes in enumerate(run_ranks(num_ranks, rank)):
+        assert sent_bytes == 4 * me * (sum(range(num_ranks)) - me)
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
 def test_broadcast_and_exchange(num_ranks: int) -> None:
     def rank(world: sw.World) -> None:
         tensor = torch.full((5,), float(world.rank))

@@ -225,6 +225,12 @@ OPTIMIZERS = {
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2),
     "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3),
     "adamax": lambda model: torch.optim.Adamax(model.parameters(), lr=1e-3),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-3, eps=1e-5),
+    "radam": lambda model: torch.optim.RAdam(model.parameters(), lr=1e-3, eps=1e-5),
+    "adadelta": lambda model: torch.optim.Adadelta(model.parameters(), lr=0.1),
+    "asgd": lambda model: torch.optim.ASGD(model.parameters(), lr=0.05, t0=2),
+    "rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=1e-4),
+    "amsgrad": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, amsgrad=True, maximize=True),
 }
 
 

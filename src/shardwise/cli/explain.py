@@ -14,7 +14,7 @@ from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.placement import PRESETS, Table, mesh_for, preset, table_for
-from shardwise.program import UnitSpec
+from shardwise.program import OPTIMIZERS, UnitSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=2,
         metavar="K",
         help="tensors of a parameter's size that the optimizer keeps (default: 2, as Adam)",
+    )
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, help="the optimizer, instead of a number of states", metavar="NAME"
     )
     parser.add_argument("--full", action="store_true", help="print all of a long program")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
@@ -70,15 +73,16 @@ def _explained(args: argparse.Namespace) -> Explained:
     plan = load_plan(args.plan, args.set)
     mesh = mesh_for(plan, args.world)
     table = table_for(plan, mesh)
-    units, sizes = _units(args.model, plan, table, mesh)
-    return explain(plan, mesh, table, preset(plan.preset).known_from, units, sizes, args.optimizer_states)
+    units, sizes = _units(args.model, plan, table, mesh, args.optimizer)
+    known_from = preset(plan.preset).known_from
+    return explain(plan, mesh, table, known_from, units, sizes, args.optimizer_states, args.optimizer)
 
 
 def _units(
-    model: str | None, plan: Plan, table: Table, mesh: Mesh
+    model: str | None, plan: Plan, table: Table, mesh: Mesh, optimizer: str | None
 ) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
     if model is None:
-        return stand_in(table, mesh), ()
+        return stand_in(table, mesh, optimizer), ()
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
-    units: tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]] = model_file.units_of(model, plan, mesh)
+    units: tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]] = model_file.units_of(model, plan, mesh, optimizer)
     return units

@@ -8,10 +8,21 @@ from typing import Any
 
 from shardwise.config import Plan, plan_table
 from shardwise.mesh import Mesh
-from shardwise.placement import KINDS, Table, pack, padded_numel, ruled_tables, table_for
-from shardwise.program import FlatSpec, Footprint, StepProgram, UnitSpec, plan_step, render, straight_trace
+from shardwise.placement import KINDS, Span, Table, pack, padded_numel, ruled_tables, table_for
+from shardwise.program import (
+    FlatSpec,
+    Footprint,
+    PlacedUpdate,
+    StepProgram,
+    UnitSpec,
+    plan_step,
+    render,
+    straight_trace,
+    update_by,
+)
 
 NUM_STAND_INS = 4
+STAND_IN_SHAPE = (2**10, 2**10)
 STAND_IN_NUMEL = 2**20
 
 
@@ -37,6 +48,7 @@ class Explained:
     known_from: str
     sizes: tuple[UnitSize, ...]
     num_states: int
+    optimizer: str | None
     step: StepProgram
     replicated: Footprint
 
@@ -63,19 +75,22 @@ def explain(
     units: tuple[UnitSpec, ...],
     sizes: tuple[UnitSize, ...],
     num_states: int,
+    optimizer: str | None = None,
 ) -> Explained:
     """Plan one step of `units`, used one after the other, and the same step with a copy on every rank."""
     copies = table_for(Plan(preset="ddp", precision=plan.precision), mesh).on(mesh)
     replicas = tuple(replace(unit, flats=tuple(replace(flat, table=copies) for flat in unit.flats)) for unit in units)
     step, replicated = (_planned(plan, some, num_states) for some in (units, replicas))
-    return Explained(plan, mesh, table, known_from, sizes, num_states, step, replicated.footprint)
+    return Explained(plan, mesh, table, known_from, sizes, num_states, optimizer, step, replicated.footprint)
 
 
-def stand_in(table: Table, mesh: Mesh) -> tuple[UnitSpec, ...]:
+def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
     """Units to look at where there is no model."""
     numel = padded_numel(pack([("weight", (STAND_IN_NUMEL,))]), mesh.world_size)
     names = [f"h.{index}" for index in range(NUM_STAND_INS)]
-    return tuple(UnitSpec(name, (FlatSpec(name, numel, 1, table.on(mesh), mesh),)) for name in names)
+    update = update_by(optimizer, STAND_IN_SHAPE, is_hidden=True) if optimizer else None
+    updates = (PlacedUpdate(Span(0, STAND_IN_NUMEL), update),) if update else ()
+    return tuple(UnitSpec(name, (FlatSpec(name, numel, 1, table.on(mesh), mesh, True, updates),)) for name in names)
 
 
 def as_json(explained: Explained) -> dict[str, Any]:
@@ -90,6 +105,7 @@ def as_json(explained: Explained) -> dict[str, Any]:
         "compute": table.compute,
         "wire": table.wire,
         "units": [asdict(size) for size in explained.sizes] or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",
+        "optimizer": explained.optimizer,
         "optimizer_states": explained.num_states,
         "bytes": by_kind(explained.step.footprint),
         "replicated_bytes": by_kind(explained.replicated),

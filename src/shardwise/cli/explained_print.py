@@ -14,7 +14,7 @@ from rich.text import Text
 from shardwise.cli.explained import NUM_STAND_INS, STAND_IN_NUMEL, Explained, UnitSize, by_kind
 from shardwise.config import Plan, plan_table
 from shardwise.placement import KINDS, PRESETS, Place, Table
-from shardwise.program import shortened
+from shardwise.program import OPTIMIZERS, shortened
 from shardwise.units import format_bytes, format_count
 
 MAX_UNITS = 16
@@ -162,9 +162,12 @@ def _bytes_grid(explained: Explained) -> Grid:
 
 def _bytes_note(explained: Explained) -> Text:
     num = explained.num_states
+    if explained.optimizer:
+        what = OPTIMIZERS[explained.optimizer]
+        return Text(f"With {what}. Activations are the model's own. Replicated is ddp.", "dim")
     states = "no state" if num == 0 else "1 state" if num == 1 else f"{num} states"
-    text = f"With {states} per parameter (--optimizer-states). Activations are the model's own. Replicated is ddp."
-    return Text(text, "dim")
+    text = f"With {states} per parameter (--optimizer-states, or --optimizer). Activations are the model's own."
+    return Text(f"{text} Replicated is ddp.", "dim")
 
 
 def _sent(explained: Explained) -> str:

@@ -17,22 +17,33 @@ from shardwise.cli.explained import UnitSize
 from shardwise.config import Plan
 from shardwise.errors import ModelError, nearest
 from shardwise.mesh import Mesh
-from shardwise.program import UnitSpec
+from shardwise.optim import hidden_matrices
+from shardwise.program import UnitSpec, Update, update_by
 from shardwise.storage import UnitChoice, choose_units, rows_for, unit_spec
 
 
-def units_of(source: str, plan: Plan, mesh: Mesh) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
+def units_of(
+    source: str, plan: Plan, mesh: Mesh, optimizer: str | None = None
+) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
     """The units that `plan` makes of the model that `FILE:CALLABLE` builds, and their sizes.
 
     Runs the file and the callable; parameters are on the meta device and take no memory.
     """
     model = build_model(source)
     choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
-    specs = [(choice, unit_spec(choice, rows, mesh)) for choice in choices]
+    updates = _updates(model, optimizer) if optimizer else None
+    specs = [(choice, unit_spec(choice, rows, mesh, updates)) for choice in choices]
     kept = [(choice, spec) for choice, spec in specs if spec.flats]
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to place.")
     return tuple(spec for _, spec in kept), tuple(_size(choice) for choice, _ in kept)
+
+
+def _updates(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:
+    """How the optimizer of that name updates each parameter."""
+    hidden = set(hidden_matrices(model))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return {param: update_by(optimizer, tuple(param.shape), is_hidden=param in hidden) for param in trained}
 
 
 def build_model(source: str) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from shardwise.comm.collectives import Collectives, Group
 from shardwise.comm.pairwise import Pairwise, Transport
+from shardwise.comm.small import sum_small
 from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.work import Done, Pending, Work
 from shardwise.comm.world import EVERYBODY, World
@@ -18,4 +19,5 @@ __all__ = [
     "Transport",
     "Work",
     "World",
+    "sum_small",
 ]

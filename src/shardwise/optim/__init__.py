@@ -1,6 +1,25 @@
-"""Any elementwise torch optimizer, over this rank's pieces of the parameters."""
+"""Optimizers over this rank's pieces of the parameters: any elementwise one of torch, and some of our own."""
 
-from shardwise.optim.adopted import AdoptedOptimizer, Piece
+from shardwise.optim.adam import AdamW
+from shardwise.optim.adopted import AdoptedOptimizer
+from shardwise.optim.company import Company
+from shardwise.optim.cooperative import Cooperative, Peers
+from shardwise.optim.lamb import Lamb
+from shardwise.optim.lion import Lion
+from shardwise.optim.muon import Muon, hidden_matrices
+from shardwise.optim.piece import Piece
 from shardwise.optim.probe import vet
 
-__all__ = ["AdoptedOptimizer", "Piece", "vet"]
+__all__ = [
+    "AdamW",
+    "AdoptedOptimizer",
+    "Company",
+    "Cooperative",
+    "Lamb",
+    "Lion",
+    "Muon",
+    "Peers",
+    "Piece",
+    "hidden_matrices",
+    "vet",
+]

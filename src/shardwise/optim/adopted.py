@@ -6,36 +6,25 @@ group is this rank's piece (perhaps empty) of the parameter that was entry i. `o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from shardwise.placement import Span
+from shardwise.errors import ModelError
+from shardwise.optim.company import Company
+from shardwise.optim.cooperative import Alone, Cooperative
+from shardwise.optim.piece import Piece, pieces_of
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Piece:
-    """This rank's elements `span` of one parameter, as the optimizer sees them: flat, in fp32."""
-
-    name: str
-    shape: tuple[int, ...]
-    span: Span
-    tensor: nn.Parameter
-    flat: Flat
-    index: int
 
 
 class AdoptedOptimizer:
     """Ties an optimizer, vetted before, to the trainable flat buffers of one model.
 
     `before` and `after` are called around every step, whoever asks for it: `engine.step()` or
-    `optimizer.step()`. `forget` is what `zero_grad` means.
+    `optimizer.step()`. `forget` is what `zero_grad` means. `company` answers a cooperative optimizer.
     """
 
     def __init__(
@@ -46,21 +35,27 @@ class AdoptedOptimizer:
         before: Callable[[], None],
         after: Callable[[], None],
         forget: Callable[[], None],
+        company: Company,
     ) -> None:
         self.optimizer = optimizer
-        self.pieces = _pieces(optimizer, flats)
+        self.pieces = pieces_of(optimizer, flats)
         by_param: dict[Tensor, Piece] = {piece.flat.params[piece.index]: piece for piece in self.pieces}
-        state = dict(optimizer.state)
+        kept = {param: _dense(optimizer, param) for param in by_param if optimizer.state.get(param)}
         optimizer.state.clear()
         for group in optimizer.param_groups:
             group["params"] = [by_param[param].tensor if param in by_param else param for param in group["params"]]
-        for param, entry in state.items():
-            optimizer.state[by_param[param].tensor] = _sliced(entry, by_param[param])
+        company.meet(self.pieces)
+        if isinstance(optimizer, Cooperative):
+            optimizer.peers = company
+        for param, entry in kept.items():
+            self.put_state(by_param[param], entry)
         self._handles = [
             optimizer.register_step_pre_hook(lambda *_: before()),
             optimizer.register_step_post_hook(lambda *_: after()),
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: self._cut_state_dict(state)),
         ]
         optimizer.zero_grad = lambda set_to_none=True: forget()  # type: ignore[method-assign]  # undone in release  # noqa: ARG005
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]  # undone in release
 
     def offer_gradients(self) -> None:
         """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone."""
@@ -73,20 +68,54 @@ class AdoptedOptimizer:
             piece.tensor.grad = None
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
-        """The state of one piece: tensors like the piece, and numbers."""
-        return dict(self.optimizer.state.get(piece.tensor, {}))
+        """The state of one piece as the plain optimizer has it: tensors like the piece, and numbers."""
+        return _dense(self.optimizer, piece.tensor) if self.optimizer.state.get(piece.tensor) else {}
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
-        """Take over what `state_of` returns."""
-        self.optimizer.state[piece.tensor] = dict(state)
+        """Take over what `state_of` returns. Tensors of the whole parameter's shape are cut as it was."""
+        cut = {key: _cut(value, piece) for key, value in state.items()} if piece.span.numel else {}
+        if isinstance(self.optimizer, Cooperative):
+            self.optimizer.accept_state(piece.tensor, cut)
+        else:
+            self.optimizer.state[piece.tensor] = cut
+
+    def numbered(self) -> Iterator[tuple[int, Piece]]:
+        """Each piece with its number in `state_dict()`: parameters count through the groups."""
+        by_tensor = {piece.tensor: piece for piece in self.pieces}
+        every = (param for group in self.optimizer.param_groups for param in group["params"])
+        for number, param in enumerate(every):
+            if param in by_tensor:
+                yield number, by_tensor[param]
+
+    def _cut_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What `load_state_dict` is to load of a plain optimizer's whole state, or of this rank's own."""
+        pieces = dict(self.numbered())
+        kept = {
+            number: {key: _own(_cut(value, pieces[number]), value) for key, value in entry.items()}
+            for number, entry in state["state"].items()
+            if number in pieces and pieces[number].span.numel
+        }
+        return {**state, "state": kept}
+
+    def piece_of(self, flat: Flat, index: int) -> Piece | None:
+        """The piece of parameter `index` of `flat`; `None` if the optimizer has not got it."""
+        return next((piece for piece in self.pieces if piece.flat is flat and piece.index == index), None)
 
     def state_piece(self, flat: Flat, index: int, key: str) -> Tensor | None:
-        """This rank's elements of state `key` of a parameter; `None` if there is no such state here."""
-        for piece in self.pieces:
-            if piece.flat is flat and piece.index == index:
-                value = self.optimizer.state.get(piece.tensor, {}).get(key)
-                return value if isinstance(value, Tensor) and value.shape == piece.tensor.shape else None
-        return None
+        """This rank's elements of state `key` of a parameter; `None` if there is no such state here.
+
+        To change it, give it to `write_state`.
+        """
+        piece = self.piece_of(flat, index)
+        value = self.state_of(piece).get(key) if piece is not None else None
+        return value if piece is not None and isinstance(value, Tensor) and value.shape == piece.tensor.shape else None
+
+    def write_state(self, flat: Flat, index: int, key: str, value: Tensor) -> None:
+        """Replace this rank's elements of state `key`, which is there."""
+        piece = self.piece_of(flat, index)
+        assert piece is not None
+        state = self.state_of(piece)
+        self.put_state(piece, {**state, key: value.reshape(-1).to(state[key].dtype, copy=True)})
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's own states on this rank."""
@@ -102,7 +131,10 @@ class AdoptedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.optimizer.__dict__.pop("zero_grad", None)
+        if isinstance(self.optimizer, Cooperative):
+            self.optimizer.peers = Alone()
+        for name in ("zero_grad", "add_param_group"):
+            self.optimizer.__dict__.pop(name, None)
 
     def give_back(self) -> None:
         """Unhook, and give the optimizer the model's own parameters again; their states are gone from it."""
@@ -113,30 +145,32 @@ class AdoptedOptimizer:
             group["params"] = [originals.get(param, param) for param in group["params"]]
 
 
-def _pieces(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[Piece]:
-    """A piece for each parameter of the optimizer, in the order of its groups."""
-    homes = {param: (flat, index) for flat in flats for index, param in enumerate(flat.params)}
-    pieces = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param not in homes:  # of an integer dtype: it lies in no flat buffer and has no gradient
-                continue
-            flat, index = homes[param]
-            slot = flat.slots[index]
-            if flat.spec.trainable:
-                tensor, span = flat.master_piece(index)
-            else:  # torch lets a frozen parameter stand in a group, and never updates it
-                tensor, span = torch.empty(0, device=flat.device), Span(0, 0)
-            pieces.append(Piece(slot.name, slot.shape, span, nn.Parameter(tensor), flat, index))
-    return pieces
+def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
+    return optimizer.dense_state(param) if isinstance(optimizer, Cooperative) else dict(optimizer.state[param])
 
 
-def _sliced(entry: dict[str, Any], piece: Piece) -> dict[str, Any]:
-    """States that were there already: those of the parameter's shape are cut as it was."""
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, Tensor) and tuple(value.shape) == piece.shape and value.dim() > 0:
-            return value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.tensor.dtype, copy=True)
+def _cut(value: Any, piece: Piece) -> Any:
+    """This rank's elements of a state that has the whole parameter's shape, copied; anything else as it is."""
+    if not isinstance(value, Tensor):
         return value
+    if value.dim() > 0 and tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
+        return value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.tensor.device, copy=True)
+    return value
 
-    return {key: cut(value) for key, value in entry.items()}
+
+def _own(cut: Any, value: Any) -> Any:
+    """`cut`, which must not share its memory with `value`, the caller's."""
+    return cut.clone() if isinstance(cut, Tensor) and cut is value else cut
+
+
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    raise ModelError(
+        f"A parameter group with {_said(param_group)} was added to an optimizer whose model is sharded already: how "
+        f"each parameter is updated is part of the program. Add all groups before shard(), those that come in later "
+        f"with lr=0."
+    )
+
+
+def _said(group: Mapping[str, Any]) -> str:
+    settings = [f"{key}={value}" for key, value in group.items() if key != "params"]
+    return ", ".join(settings) or "the default settings"

@@ -1,8 +1,8 @@
 """Is an optimizer elementwise? It is asked, not looked up in a list.
 
 An optimizer that updates each element from that element's own gradient and state may be given any piece of a
-parameter. One that looks at a whole matrix (LAMB, Muon, Adafactor) or at all parameters (LBFGS) may not: on
-a shard it would compute something else without a word.
+parameter. One that looks at a whole matrix (Adafactor) or at all parameters (LBFGS) may not: on a shard it would
+compute something else without a word. Those of our own that look further say what they need (`cooperative.py`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,32 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.optim.cooperative import Cooperative
+from shardwise.program import States, Update
 
 SHAPE = (4, 6)
 NUM_STEPS = 3
 
 
-def vet(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
-    """Raise `ModelError` unless `optimizer` is elementwise and over parameters of `model`.
+ADVICE = {
+    "Muon": "Use shardwise.optim.Muon, which takes the same settings and works on whole matrices.",
+    "Lamb": "Use shardwise.optim.Lamb, which sums the norms over all ranks.",
+    "LAMB": "Use shardwise.optim.Lamb, which sums the norms over all ranks.",
+    "Adafactor": "To save the memory of its states use shardwise.optim.AdamW(state_dtype='int8') or Lion.",
+    "LBFGS": "It evaluates the model several times in a step and looks at all parameters together; use AdamW or SGD.",
+    "SparseAdam": "Make the embedding with sparse=False, and use Adam or AdamW.",
+}
+"""By the name of the class, whoever wrote it."""
+OTHERWISE = "Use an elementwise optimizer such as AdamW, SGD or Adagrad, or one of shardwise.optim."
 
-    Returns how many states of a parameter's size it keeps, such as 2 for Adam's moments. Changes nothing.
+
+def vet(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, Update]:
+    """How each parameter of `optimizer` is updated. Changes nothing.
+
+    Raises `ModelError` unless it is elementwise, or one that says what it needs, and over parameters of `model`.
     """
     known = set(model.parameters())
+    updates: dict[nn.Parameter, Update] = {}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param not in known:
@@ -32,41 +47,44 @@ def vet(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
                     f"Group {number} of the optimizer has a parameter of shape {tuple(param.shape)} that is not one "
                     f"of the model's. Make the optimizer from model.parameters(), of this same model."
                 )
-    return require_elementwise(optimizer)
+        if isinstance(optimizer, Cooperative):
+            updates |= {param: optimizer.update_of(param, group) for param in group["params"]}
+        else:
+            updates |= dict.fromkeys(group["params"], Update(probed(optimizer, group)))
+    return updates
 
 
-def require_elementwise(optimizer: torch.optim.Optimizer) -> int:
-    """Raise `ModelError` unless a whole matrix and its pieces are updated alike, with each group's settings.
+def probed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> States:
+    """What `optimizer` keeps for a parameter with the settings of `group`, such as Adam's two moments.
 
-    Returns how many states of a parameter's size the optimizer keeps, such as 2 for Adam's moments.
+    Raises `ModelError` unless a whole matrix and its pieces are updated alike.
     """
-    states = 0
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        start = torch.linspace(-1, 1, 24, dtype=torch.float32).reshape(SHAPE)
-        whole = [nn.Parameter(start.clone())]
-        pieces = [nn.Parameter(start.flatten()[:7].clone()), nn.Parameter(start.flatten()[7:].clone())]
-        try:
-            states = max(states, _run(optimizer, group, whole))
-            _run(optimizer, group, pieces)
-        except Exception as error:  # whatever a foreign optimizer raises, it is not one we can use
-            raise ModelError(
-                f"{name} cannot update a flat piece of a parameter ({type(error).__name__}: {error}), so its "
-                f"state cannot be sharded. Use an elementwise optimizer such as AdamW, SGD or Adagrad."
-            ) from error
-        together = torch.cat([piece.detach() for piece in pieces]).reshape(SHAPE)
-        if not torch.allclose(whole[0].detach(), together, rtol=1e-5, atol=1e-7):
-            raise ModelError(
-                f"{name} is not elementwise: it updates a matrix differently from its pieces, so sharding its "
-                f"state would change the result. Use an elementwise optimizer such as AdamW, SGD or Adagrad."
-            )
+    advice = ADVICE.get(name, OTHERWISE)
+    start = torch.linspace(-1, 1, 24, dtype=torch.float32).reshape(SHAPE)
+    whole = [nn.Parameter(start.clone())]
+    pieces = [nn.Parameter(start.flatten()[:7].clone()), nn.Parameter(start.flatten()[7:].clone())]
+    try:
+        states = _run(optimizer, group, whole)
+        _run(optimizer, group, pieces)
+    except Exception as error:  # whatever a foreign optimizer raises, it is not one we can use
+        raise ModelError(
+            f"{name} cannot update a flat piece of a parameter ({type(error).__name__}: {error}), so its "
+            f"state cannot be sharded. {advice}"
+        ) from error
+    together = torch.cat([piece.detach() for piece in pieces]).reshape(SHAPE)
+    if not torch.allclose(whole[0].detach(), together, rtol=1e-5, atol=1e-7):
+        raise ModelError(
+            f"{name} is not elementwise: it updates a matrix differently from its pieces, so sharding its "
+            f"state would change the result. {advice}"
+        )
     return states
 
 
-def _run(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> int:
+def _run(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> States:
     """A few steps of a twin of `optimizer` on `params`, with this group's settings and fixed gradients.
 
-    Returns how many states of the first parameter's size the twin then keeps.
+    Returns what the twin then keeps for the first parameter.
     """
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
@@ -83,5 +101,10 @@ def _run(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[n
             param.grad = grads[start : start + param.numel()].reshape(param.shape).clone()
             start += param.numel()
         type(twin).step(twin)
-    kept = twin.state[params[0]].values()
-    return sum(isinstance(value, torch.Tensor) and value.shape == params[0].shape for value in kept)
+    kept = [value for value in twin.state[params[0]].values() if _is_like(value, params[0])]
+    copies = [value for value in kept if value.dtype == params[0].dtype]
+    return States(len(copies), sum(value.itemsize for value in kept) - sum(value.itemsize for value in copies))
+
+
+def _is_like(value: object, param: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == param.shape

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from shardwise.comm import Collectives, Group
+from shardwise.comm import Collectives, Group, sum_small
 from shardwise.program import verdict_numel
 from shardwise.storage import Flat
 
@@ -33,12 +33,7 @@ class Verdict:
         """Add up what the ranks along `axis` say. All of them call, once per axis and step."""
         if self._vector is None:
             self._vector = self._own()
-        group = self._groups[axis]
-        padded_numel = -(-self._vector.numel() // len(group.ranks)) * len(group.ranks)
-        padded = torch.zeros(padded_numel, dtype=self._vector.dtype, device=self._vector.device)
-        padded[: self._vector.numel()] = self._vector
-        self._collectives.all_reduce(padded, padded, group, padded.dtype).wait()
-        self._vector = padded[: self._vector.numel()]
+        self._vector = sum_small(self._vector, self._collectives, self._groups[axis])
 
     def pronounce(self) -> float:
         """Settle which parameters were touched anywhere and return the global 2-norm of the gradients."""

@@ -4,6 +4,7 @@ from shardwise.program.action import (
     AFTER_STEP,
     ALL_FLATS,
     BEFORE_STEP,
+    DURING_STEP,
     END_OF_BACKWARD,
     Action,
     Block,
@@ -15,38 +16,54 @@ from shardwise.program.build import (
     build_step,
     drop_due,
     gather_due,
+    norms_axes,
+    norms_numel,
     reduce_due,
     step_gradients,
     verdict_numel,
 )
 from shardwise.program.check import check
 from shardwise.program.footprint import Footprint, footprint
+from shardwise.program.handover import Handover, Matrix, handovers
 from shardwise.program.plan import StepProgram, plan_step
 from shardwise.program.prefetch import prefetch
 from shardwise.program.render import parse, render, shortened
 from shardwise.program.spec import FlatSpec, Trace, UnitSpec, straight_trace
 from shardwise.program.streams import overlap, serial
+from shardwise.program.update import BLOCK, OPTIMIZERS, SMALL_NUMEL, PlacedUpdate, States, Update, state_of, update_by
 
 __all__ = [
     "AFTER_STEP",
     "ALL_FLATS",
     "BEFORE_STEP",
+    "BLOCK",
+    "DURING_STEP",
     "END_OF_BACKWARD",
+    "OPTIMIZERS",
+    "SMALL_NUMEL",
     "Action",
     "Block",
     "FlatSpec",
     "Footprint",
+    "Handover",
+    "Matrix",
     "Moment",
+    "PlacedUpdate",
     "Program",
+    "States",
     "StepProgram",
     "Trace",
     "UnitSpec",
+    "Update",
     "build_pass",
     "build_step",
     "check",
     "drop_due",
     "footprint",
     "gather_due",
+    "handovers",
+    "norms_axes",
+    "norms_numel",
     "overlap",
     "parse",
     "plan_step",
@@ -55,7 +72,9 @@ __all__ = [
     "render",
     "serial",
     "shortened",
+    "state_of",
     "step_gradients",
     "straight_trace",
+    "update_by",
     "verdict_numel",
 ]

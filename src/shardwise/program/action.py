@@ -8,15 +8,18 @@ from typing import Literal, get_args
 from shardwise.errors import ProgramError
 from shardwise.placement import WIDTH, Dtype, MoveVerb
 
-Verb = MoveVerb | Literal["free", "wait", "agree", "broadcast"]
+OwnVerb = Literal["free", "wait", "agree", "broadcast", "collect", "orthogonalize", "hand_back"]
+Verb = MoveVerb | OwnVerb
 Stream = Literal["compute", "gather", "reduce"]
-Edge = Literal["before", "after"]
+Edge = Literal["before", "during", "after"]
 Phase = Literal["forward", "backward", "step"]
-Subject = Literal["full", "param", "held", "grad", "optim", "verdict", "buffers"]
+Subject = Literal["full", "param", "held", "grad", "optim", "verdict", "buffers", "norms", "update"]
 
-VERBS: frozenset[str] = frozenset((*get_args(MoveVerb), "free", "wait", "agree", "broadcast"))
+VERBS: frozenset[str] = frozenset((*get_args(MoveVerb), *get_args(OwnVerb)))
+EDGES: frozenset[str] = frozenset(get_args(Edge))
 SUBJECTS: frozenset[str] = frozenset(get_args(Subject))
 STREAMS: frozenset[str] = frozenset(get_args(Stream))
+COMMUNICATING = frozenset(("gather", "reduce_scatter", "all_reduce", "agree", "broadcast", "collect", "hand_back"))
 ALL_FLATS = "*"
 
 
@@ -34,13 +37,15 @@ class Moment:
     @classmethod
     def parse(cls, text: str) -> Moment:
         match text.split():
-            case [("before" | "after") as edge, ("forward" | "backward" | "step") as phase, *unit] if len(unit) < 2:
-                return cls(edge, phase, "".join(unit))
+            case [edge, ("forward" | "backward" | "step") as phase, *unit] if edge in EDGES and len(unit) < 2:
+                return cls(edge, phase, "".join(unit))  # type: ignore[arg-type]  # checked above
         raise ProgramError(f"{text!r} is not a moment; one reads like 'before forward h.0' or 'after step'.")
 
 
 END_OF_BACKWARD = Moment("after", "backward")
 BEFORE_STEP = Moment("before", "step")
+DURING_STEP = Moment("during", "step")
+"""When the optimizer asks for what it needs of whole parameters; most never do."""
 AFTER_STEP = Moment("after", "step")
 
 
@@ -49,7 +54,8 @@ class Action:
     """One thing that one rank does to one flat buffer.
 
     `subject` is what it acts on, `over` the mesh axis, `dtype` what the bytes are afterwards, and
-    `sent_bytes` what this rank puts on the wire.
+    `sent_bytes` what this rank puts on the wire; of a `collect` or `hand_back`, in which ranks send
+    differently much, what the busiest one does.
     """
 
     verb: Verb
@@ -62,7 +68,7 @@ class Action:
 
     @property
     def communicates(self) -> bool:
-        return self.verb in ("gather", "reduce_scatter", "all_reduce", "agree", "broadcast")
+        return self.verb in COMMUNICATING
 
     def on(self, stream: Stream) -> Action:
         return replace(self, stream=stream)

@@ -6,18 +6,23 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from shardwise.placement import WIDTH, Move, Place, moves
+from shardwise.mesh import Mesh
+from shardwise.placement import WIDTH, Axes, Move, Place, moves
 from shardwise.program.action import (
     AFTER_STEP,
     ALL_FLATS,
     BEFORE_STEP,
+    DURING_STEP,
     END_OF_BACKWARD,
     Action,
     Block,
     Moment,
     Program,
+    Stream,
     Subject,
+    Verb,
 )
+from shardwise.program.handover import Handover, at, handovers
 from shardwise.program.spec import FlatSpec, Trace, UnitSpec
 
 Actions = tuple[Action, ...]
@@ -60,16 +65,22 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
 
 
 def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
-    """The optimizer step: gradients to where the states are, the verdict, new parameters to where they rest."""
+    """The optimizer step: gradients to where the states are, the verdict, new parameters to where they rest.
+
+    In between stands what the update itself needs of whole parameters, if it needs any.
+    """
     flats = [flat for unit in units for flat in unit.flats if flat.trainable]
     before = [action for flat in flats for action in step_gradients(flat)]
     after = [action for flat in flats for action in step_parameters(flat)]
     axes = units[0].flats[0].table.axes if units else ()
     if flats and axes:
-        before += _agree(flats)
+        numel = verdict_numel(sum(flat.num_params for flat in flats))
+        before += _agree(flats[0].mesh, axes, "verdict", numel)
     if axes and buffers_bytes:
         after.append(Action("broadcast", ALL_FLATS, "buffers", "world", "-", buffers_bytes))
-    return (Block(BEFORE_STEP, tuple(before)), Block(AFTER_STEP, tuple(after)))
+    during = (*_norms(flats), *_matrices(tuple(handovers(flats).values())))
+    between = (Block(DURING_STEP, during),) if during else ()
+    return (Block(BEFORE_STEP, tuple(before)), *between, Block(AFTER_STEP, tuple(after)))
 
 
 def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
@@ -168,13 +179,58 @@ def verdict_numel(num_params: int) -> int:
     return num_params + 2
 
 
-def _agree(flats: Sequence[FlatSpec]) -> list[Action]:
-    """The one small sum per step that carries everything ranks must agree on before the update."""
-    mesh, axes = flats[0].mesh, flats[0].table.axes
-    numel = verdict_numel(sum(flat.num_params for flat in flats))
+def norms_axes(flats: Sequence[FlatSpec]) -> Axes:
+    """The axes over which any flat buffer's states are sharded, and so the norms of its parameters are summands."""
+    sharded = {axis for flat in flats if flat.trainable for axis in flat.table.optim.shard}
+    return tuple(axis for axis in flats[0].mesh.axes if axis in sharded) if flats else ()
+
+
+def norms_numel(flats: Sequence[FlatSpec]) -> int:
+    """Elements of the norms: of every parameter that needs them, two squares."""
+    return 2 * sum(placed.update.needs_norm for flat in flats for placed in flat.updates)
+
+
+def _norms(flats: Sequence[FlatSpec]) -> list[Action]:
+    numel = norms_numel(flats)
+    return _agree(flats[0].mesh, norms_axes(flats), "norms", numel) if numel else []
+
+
+def _matrices(over: Sequence[Handover]) -> list[Action]:
+    """Each flat buffer's matrices are collected while those of the one before are worked out.
+
+    What was handed back is waited for once the next buffer's work is done, so that no rank stands idle for it.
+    """
+    due: list[Action] = []
+    returning: Action | None = None
+    for index, one in enumerate(over):
+        if index == 0:
+            due += _collect(one)
+        if index + 1 < len(over):
+            due += _collect(over[index + 1])
+        wait = Action("wait", one.flat.name, "update")
+        due += [wait] if one.moves else []
+        due.append(Action("orthogonalize", one.flat.name, "update"))
+        due += [_handed("hand_back", one, at(one.taken_bytes, None))] if one.moves else []
+        due += [returning] if returning else []
+        returning = wait if one.moves else None
+    return due + ([returning] if returning else [])
+
+
+def _collect(one: Handover) -> list[Action]:
+    return [_handed("collect", one, at(one.given_bytes, None))] if one.moves else []
+
+
+def _handed(verb: Verb, one: Handover, sent_bytes: int) -> Action:
+    axes = "+".join(one.flat.table.optim.shard)
+    stream: Stream = "gather" if verb == "collect" else "reduce"
+    return Action(verb, one.flat.name, "update", axes, one.dtype, sent_bytes, stream)
+
+
+def _agree(mesh: Mesh, axes: Sequence[str], subject: Subject, numel: int) -> list[Action]:
+    """A small sum over `axes` that carries what ranks must agree on, `numel` elements of it."""
     agreed = []
     for axis in axes:
         size = mesh.size(axis)
         sent = 2 * (size - 1) * math.ceil(numel / size) * WIDTH["fp32"]
-        agreed.append(Action("agree", ALL_FLATS, "verdict", axis, "fp32", sent))
+        agreed.append(Action("agree", ALL_FLATS, subject, axis, "fp32", sent))
     return agreed

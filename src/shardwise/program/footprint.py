@@ -6,12 +6,13 @@ Activations are the model's own and not counted here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.placement import WIDTH
+from shardwise.placement import WIDTH, Span
 from shardwise.program.action import Action, Block, Program
 from shardwise.program.build import reduce_due
+from shardwise.program.handover import Handover, at, handovers
 from shardwise.program.spec import FlatSpec, UnitSpec
 
 
@@ -40,32 +41,52 @@ def footprint(
     *,
     states_per_param: int = 2,
     num_micro_batches: int = 1,
+    coordinate: Mapping[str, int] | None = None,
 ) -> Footprint:
     """What one step, `micro_batch` as often as gradients are accumulated and then `step`, holds on each rank.
 
-    `states_per_param`: tensors of the parameter's size that the optimizer keeps (Adam: 2).
+    `states_per_param`: tensors of the parameter's size that the optimizer keeps (Adam: 2), where a flat buffer does
+    not say how it is updated. Ranks differ where it does: the figures are those of the rank at `coordinate` of the
+    mesh, or else the most that any rank holds.
     """
     flats = [flat for unit in units for flat in unit.flats]
     param = sum(flat.num_bytes(flat.table.param.shard, flat.table.param.dtype) for flat in flats)
-    optim = sum(_optim_bytes(flat, states_per_param) for flat in flats if flat.trainable)
+    optim = sum(_optim_bytes(flat, states_per_param, coordinate) for flat in flats if flat.trainable)
     grad = sum(flat.num_bytes(flat.table.grad.shard, flat.table.grad.dtype) for flat in flats if flat.trainable)
-    clock = _Walk({flat.name: flat for flat in flats})
+    clock = _Walk({flat.name: flat for flat in flats}, coordinate)
     again = micro_batch if num_micro_batches > 1 else ()  # all later ones hold what the second holds
     for block in (*micro_batch, *again, *step):
         clock.walk(block, units)
     return Footprint(param, grad, optim, max(0, clock.peak - grad))
 
 
-def _optim_bytes(flat: FlatSpec, states_per_param: int) -> int:
-    copies = states_per_param + (0 if flat.master_is_param else 1)
-    return copies * flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
+def _optim_bytes(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
+    states = 0 if flat.updates else states_per_param
+    copies = states + (0 if flat.master_is_param else 1)
+    return copies * flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype) + _state_bytes(flat, coordinate)
+
+
+def _state_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None) -> int:
+    """What the parameters' own updates say is kept for the range at `coordinate`, or for the range with the most."""
+    shard = flat.table.optim.shard
+    mine = flat.layout.span(shard, coordinate or dict.fromkeys(flat.layout.order, 0))
+    kept: dict[int, int] = {}
+    for placed in flat.updates if flat.numel else ():
+        first, last = placed.span.start // mine.numel, max(0, placed.span.stop - 1) // mine.numel
+        for place in range(first, last + 1) if coordinate is None else (mine.start // mine.numel,):
+            here = Span(place * mine.numel, (place + 1) * mine.numel)
+            span = placed.span.overlap(here).within(placed.span)
+            kept[place] = kept.get(place, 0) + placed.update.states.num_bytes(span, flat.table.optim.dtype)
+    return max(kept.values(), default=0)
 
 
 class _Walk:
     """Adds and takes away the bytes that each action brings and frees, and remembers the peak."""
 
-    def __init__(self, flats: dict[str, FlatSpec]) -> None:
+    def __init__(self, flats: dict[str, FlatSpec], coordinate: Mapping[str, int] | None) -> None:
         self.flats = flats
+        self._coordinate = coordinate
+        self._handovers = handovers(tuple(flats.values()))
         self.live: dict[tuple[str, str], int] = {}
         self.steps_left: dict[str, int] = {}
         self.peak = 0
@@ -103,6 +124,28 @@ class _Walk:
                 self._reduce(flat, action, in_step=in_step)
             case "wait", "grad":
                 self._reduced(flat, in_step=in_step)
+            case _, "update":
+                self._hand_over(flat, self._handovers[flat.name], action)
+
+    def _hand_over(self, flat: FlatSpec, over: Handover, action: Action) -> None:
+        """Pieces go to the owners of their matrices and come back; `staging` is what messages are made of."""
+        place = None if self._coordinate is None else over.place(self._coordinate)
+        match action.verb:
+            case "collect":
+                self._hold(flat, "given", at(over.given_bytes, place))
+                self._hold(flat, "whole", at(over.whole_bytes, place))
+                self._hold(flat, "staging", at(over.taken_bytes, place))
+            case "wait" if (flat.name, "whole") in self.live:
+                self._drop(flat, "staging")
+            case "orthogonalize":
+                self._hold(flat, "work", over.work_bytes(place))
+                self._drop(flat, "work")
+            case "hand_back":
+                self._hold(flat, "staging", at(over.taken_bytes, place))
+                self._drop(flat, "whole")
+            case "wait":
+                self._drop(flat, "staging")
+                self._drop(flat, "given")
 
     def _reduce(self, flat: FlatSpec, action: Action, *, in_step: bool) -> None:
         ranks = flat.mesh.size(action.over)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from shardwise.program.action import Block, Program
+from shardwise.program.action import Action, Block, Program
 from shardwise.program.build import build_pass, build_step
 from shardwise.program.check import check
 from shardwise.program.footprint import Footprint, footprint
+from shardwise.program.handover import Handover, handovers
 from shardwise.program.prefetch import prefetch
 from shardwise.program.spec import Trace, UnitSpec
 from shardwise.program.streams import overlap, pipelined
@@ -21,12 +22,23 @@ class StepProgram:
     micro_batch: Program
     step: Program
     footprint: Footprint
+    handovers: Mapping[str, Handover] = field(default_factory=dict)
 
-    def sent_bytes(self, num_micro_batches: int = 1) -> int:
-        """What one rank puts on the wire in one optimizer step."""
+    def sent_bytes(self, num_micro_batches: int = 1, coordinate: Mapping[str, int] | None = None) -> int:
+        """What the rank at `coordinate` of the mesh puts on the wire in one optimizer step.
+
+        Ranks differ only in what whole matrices need; without `coordinate` that is the most of any rank.
+        """
         per_batch = sum(action.sent_bytes for block in self.micro_batch for action in block.actions)
-        per_step = sum(action.sent_bytes for block in self.step for action in block.actions)
+        per_step = sum(self._sent(action, coordinate) for block in self.step for action in block.actions)
         return num_micro_batches * per_batch + per_step
+
+    def _sent(self, action: Action, coordinate: Mapping[str, int] | None) -> int:
+        if coordinate is None or action.verb not in ("collect", "hand_back"):
+            return action.sent_bytes
+        over = self.handovers[action.flat]
+        by_place = over.given_bytes if action.verb == "collect" else over.taken_bytes
+        return by_place[over.place(coordinate)]
 
 
 def plan_step(
@@ -39,6 +51,7 @@ def plan_step(
     buffers_bytes: int = 0,
     states_per_param: int = 2,
     num_micro_batches: int = 1,
+    coordinate: Mapping[str, int] | None = None,
 ) -> StepProgram:
     """Build, prefetch, overlap and check the program of one step.
 
@@ -53,5 +66,13 @@ def plan_step(
     step = tuple(
         Block(block.moment, pipelined(block.actions)) for block in build_step(units, buffers_bytes=buffers_bytes)
     )
-    held = footprint(units, micro_batch, step, states_per_param=states_per_param, num_micro_batches=num_micro_batches)
-    return StepProgram(micro_batch, step, held)
+    held = footprint(
+        units,
+        micro_batch,
+        step,
+        states_per_param=states_per_param,
+        num_micro_batches=num_micro_batches,
+        coordinate=coordinate,
+    )
+    flats = [flat for unit in units for flat in unit.flats]
+    return StepProgram(micro_batch, step, held, handovers(flats))

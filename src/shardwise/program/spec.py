@@ -8,6 +8,7 @@ from functools import cached_property
 from shardwise.mesh import Mesh
 from shardwise.placement import WIDTH, Axes, Dtype, Layout, Table
 from shardwise.program.action import Moment
+from shardwise.program.update import PlacedUpdate
 
 Trace = tuple[Moment, ...]
 
@@ -17,6 +18,7 @@ class FlatSpec:
     """One flat buffer: parameters of one dtype that share a row of the table.
 
     `numel` counts padding; `num_params` counts parameters, not elements. `table` has no axis of size 1.
+    `updates` says of each parameter how it is updated; it is empty where no optimizer is known.
     """
 
     name: str
@@ -25,6 +27,7 @@ class FlatSpec:
     table: Table
     mesh: Mesh
     trainable: bool = True
+    updates: tuple[PlacedUpdate, ...] = ()
 
     @cached_property
     def layout(self) -> Layout:

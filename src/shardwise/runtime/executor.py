@@ -9,7 +9,7 @@ import torch
 
 from shardwise.comm import Collectives, Group
 from shardwise.errors import CommError, ProgramError
-from shardwise.program import ALL_FLATS, Action, Block, Moment, Program
+from shardwise.program import Action, Block, Moment, Program
 from shardwise.runtime.mover import Mover
 from shardwise.storage import Flat
 from shardwise.telemetry import ON_THE_WAY, Timeline
@@ -43,7 +43,7 @@ class BoundBlock:
 
     def _timed(self, action: Action, call: Call) -> None:
         """Make the call as a span of the host, known to the profiler of torch too; follow what it sends on its way."""
-        travelling = f"{action.flat} {'grad' if action.subject == 'grad' else 'param'}"
+        travelling = f"{action.flat} {action.subject if action.subject in ('grad', 'update') else 'param'}"
         if action.communicates and action.stream != "compute":
             self._timeline.begin(ON_THE_WAY, travelling, action=str(action))
         with self._timeline.span(str(action), moment=str(self.moment)), torch.profiler.record_function(str(action)):
@@ -60,9 +60,9 @@ class Executor:
         self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}
         self._common: dict[str, Callable[[Action], None]] = {}
 
-    def provide(self, verb: str, call: Callable[[Action], None]) -> None:
-        """Who does what concerns all flat buffers at once: `agree`, `broadcast`."""
-        self._common[verb] = call
+    def provide(self, subject: str, call: Callable[[Action], None]) -> None:
+        """Who does what is not a move of one flat buffer: everything with `verdict`, `buffers`, `norms`, `update`."""
+        self._common[subject] = call
 
     def bind(self, program: Program) -> tuple[BoundBlock, ...]:
         return tuple(self._bind_block(block) for block in program)
@@ -93,8 +93,8 @@ class Executor:
         return not any(other.flat == action.flat and other.subject == "grad" for other in later)
 
     def _call(self, action: Action, *, in_step: bool, is_last: bool) -> Call:
-        if action.flat == ALL_FLATS:
-            return partial(self._common[action.verb], action)
+        if action.subject in self._common:
+            return partial(self._common[action.subject], action)
         mover = self.movers[action.flat]
         match action.verb, action.subject:
             case "gather", _:

@@ -6,7 +6,9 @@ a buffer that is whole already is not gathered again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -104,6 +106,14 @@ class Mover:
         for axis in self.flat.spec.table.axes:
             flag = b"1" in self._collectives.exchange(b"1" if flag else b"0", self._groups[axis])
         return flag
+
+    def merged(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """The `facts`, anything JSON can hold, of all ranks of this buffer's axes in one dict; the first one's stay."""
+        known = dict(facts)
+        for axis in self.flat.spec.table.axes:
+            said = self._collectives.exchange(json.dumps(known).encode(), self._groups[axis])
+            known = {key: value for message in reversed(said) for key, value in json.loads(message).items()}
+        return known
 
     # -- gradients --------------------------------------------------------------------------------------
 

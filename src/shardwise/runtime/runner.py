@@ -24,6 +24,7 @@ from torch import nn
 from shardwise.program import (
     AFTER_STEP,
     BEFORE_STEP,
+    DURING_STEP,
     END_OF_BACKWARD,
     Moment,
     StepProgram,
@@ -356,6 +357,11 @@ class Runner:
             if mover.waits_where_due:
                 mover.keep_due()
         self._step[BEFORE_STEP].run()
+
+    def during_step(self) -> None:
+        """What the update needs of whole parameters, if it needs any."""
+        if DURING_STEP in self._step:
+            self._step[DURING_STEP].run()
 
     def reduce_unforeseen(self) -> None:
         """Reduce the gradients that the program has left on some rank, and record the next pass. All ranks call."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shardwise.mesh import Mesh
-from shardwise.placement import pack, padded_numel
-from shardwise.program import FlatSpec, UnitSpec
+from shardwise.placement import Slot, pack, padded_numel
+from shardwise.program import FlatSpec, PlacedUpdate, UnitSpec, Update
 from shardwise.storage.flat import Flat
 from shardwise.storage.rows import Row
 from shardwise.storage.select import UnitChoice
@@ -54,15 +54,34 @@ class Shelf:
         return f"{unit}:{'-'.join(labels)}" if labels else unit
 
 
-def unit_spec(choice: UnitChoice, rows: Mapping[nn.Parameter, Row], mesh: Mesh) -> UnitSpec:
-    """What the program needs to know of a unit. Needs no memory: the parameters may be on the meta device."""
+def unit_spec(
+    choice: UnitChoice,
+    rows: Mapping[nn.Parameter, Row],
+    mesh: Mesh,
+    updates: Mapping[nn.Parameter, Update] | None = None,
+) -> UnitSpec:
+    """What the program needs to know of a unit. Needs no memory: the parameters may be on the meta device.
+
+    `updates` says how an optimizer updates each parameter, if one is known.
+    """
     flats = []
     for shelf, named in _shelves(choice, rows).items():
         slots = pack((name, tuple(param.shape)) for name, param in named)
         numel = padded_numel(slots, mesh.world_size)
         name, table = shelf.name(choice.name), shelf.row.table.on(mesh)
-        flats.append(FlatSpec(name, numel, len(slots), table, mesh, trainable=shelf.trainable))
+        placed = _placed(slots, named, updates)
+        flats.append(FlatSpec(name, numel, len(slots), table, mesh, shelf.trainable, placed))
     return UnitSpec(choice.name, tuple(flats))
+
+
+def _placed(
+    slots: Sequence[Slot], named: Sequence[Named], updates: Mapping[nn.Parameter, Update] | None
+) -> tuple[PlacedUpdate, ...]:
+    """How each parameter of a flat buffer is updated; one that the optimizer has not got keeps nothing."""
+    if updates is None:
+        return ()
+    pairs = zip(slots, named, strict=True)
+    return tuple(PlacedUpdate(slot.span, updates.get(param, Update())) for slot, (_, param) in pairs)
 
 
 def make_unit(
@@ -71,9 +90,10 @@ def make_unit(
     mesh: Mesh,
     coordinate: Mapping[str, int],
     meter: ByteMeter,
+    updates: Mapping[nn.Parameter, Update] | None = None,
 ) -> Unit:
     """A unit whose flat buffers are still empty; see `birth.py` for what fills them."""
-    spec = unit_spec(choice, rows, mesh)
+    spec = unit_spec(choice, rows, mesh, updates)
     flats = []
     for flat_spec, named in zip(spec.flats, _shelves(choice, rows).values(), strict=True):
         slots = pack((name, tuple(param.shape)) for name, param in named)

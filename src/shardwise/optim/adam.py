@@ -1,0 +1,232 @@
+"""AdamW whose two states may be narrower than the parameter: bf16, or 8 bits a number.
+
+[Note: narrow states] With beta2 = 0.999 the second moment moves by a thousandth of its distance in a step, which is
+less than half of bf16's last place (2^-9): rounded to the nearest it would stop moving, and never decay. So it is
+rounded stochastically, up with the probability of what is cut off, which is right on average and takes no memory;
+Kahan summation would take two more bytes a parameter (both: arXiv:2010.06192). The first moment, with beta1 = 0.9,
+is rounded to the nearest. The random bits are a hash of parameter, element and step, so that copies of a state stay
+equal, a resumed run goes on alike, and a sharded run rounds as a plain one. 8-bit states: see `quantize.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim.adamw import adamw
+
+from shardwise.errors import ConfigError
+from shardwise.optim.cooperative import Cooperative, Params, evaluated
+from shardwise.optim.quantize import SIGNED, UNSIGNED, decode, encode
+from shardwise.program import BLOCK, SMALL_NUMEL, Update, state_of
+
+Tensor = torch.Tensor
+StateDtype = Literal["fp32", "bf16", "int8"]
+MOMENTS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
+SLICE_NUMEL = 2**18
+"""Elements that are widened at a time: a multiple of the block, and small enough for a cache."""
+
+
+class AdamW(Cooperative):
+    """AdamW (arXiv:1711.05101) with the arguments of `torch.optim.AdamW` and a dtype for its states.
+
+    `state_dtype` may also be set by group. `fp32` (which here means the parameters' own dtype) keeps 8 bytes a
+    parameter, `bf16` 4, `int8` 2.03. `state_dict()` holds states in fp32 under the names that `torch.optim.AdamW`
+    uses, so that either loads the other's.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state_dtype: StateDtype = "fp32",
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "state_dtype": state_dtype}
+        super().__init__(params, defaults)
+        for group in self.param_groups:
+            if group["state_dtype"] not in ("fp32", "bf16", "int8"):
+                raise ConfigError(f"state_dtype is {group['state_dtype']!r}; it is fp32, bf16 or int8.")
+
+    def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:
+        return Update(state_of(group["state_dtype"], len(MOMENTS), param.numel()))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluated(closure)
+        for number, param, group in self.members():
+            if param.grad is not None:
+                self._update(number, param, group)
+        return loss
+
+    def _update(self, number: int, param: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            self.accept_state(param, {"step": torch.tensor(0.0), **dict.fromkeys(MOMENTS)})
+            state = self.state[param]
+        state["step"] += 1
+        step = int(state["step"])
+        kept = _Kept(state, self._kind(param, group), self.peers.start_of(param), seed=number * 0x9E3779B1 + step)
+        flat, grad = param.detach().reshape(-1), param.grad.detach().reshape(-1)  # type: ignore[union-attr]  # step asked
+        for start, stop in kept.slices(flat.numel()):
+            wide = flat[start:stop].to(kept.dtype)
+            moments = {name: kept.read(name, start, stop) for name in MOMENTS}
+            update_adamw(wide, grad[start:stop].to(kept.dtype), moments["exp_avg"], moments["exp_avg_sq"], step, group)
+            for name, value in moments.items():
+                kept.write(name, start, stop, value)
+            if wide.dtype != flat.dtype:
+                flat[start:stop] = wide
+        if not param.is_contiguous():  # then what was updated is a copy
+            param.copy_(flat.view(param.shape))
+
+    def _kind(self, param: nn.Parameter, group: Mapping[str, Any]) -> StateDtype:
+        """How the states of `param` are kept: small parameters keep 8-bit ones wide."""
+        shape = self.peers.shape_of(param)
+        is_small = torch.Size(shape).numel() < SMALL_NUMEL
+        kind: StateDtype = group["state_dtype"]
+        return "fp32" if kind == "int8" and is_small else kind
+
+    def dense_state(self, param: nn.Parameter) -> dict[str, Any]:
+        state = self.state.get(param, {})
+        if not state:
+            return {}
+        kept = _Kept(state, self._kind(param, self._group_of(param)), self.peers.start_of(param))
+        wide = {name: kept.read(name, 0, param.numel()).view(param.shape) for name in MOMENTS}
+        return {"step": state["step"], **wide}
+
+    def accept_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """States in fp32, flat or shaped; `None` for zeros."""
+        if not state:
+            self.state[param] = {}
+            return
+        own: dict[str, Any] = {"step": torch.as_tensor(state["step"], dtype=torch.float32).clone()}
+        kept = _Kept(own, self._kind(param, self._group_of(param)), self.peers.start_of(param))
+        kept.raise_for(param)
+        for name in MOMENTS:
+            if state[name] is not None:
+                kept.write(name, 0, param.numel(), state[name].reshape(-1).to(param.device), exact=True)
+        self.state[param] = own
+
+    def state_dict(self) -> dict[str, Any]:
+        """States in fp32, as `torch.optim.AdamW` writes them."""
+        states = {number: self.dense_state(param) for number, param, _ in self.members()}
+        return {**super().state_dict(), "state": {number: state for number, state in states.items() if state}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over states in fp32, and keep them as `state_dtype` says."""
+        super().load_state_dict(state_dict)
+        for _, param, _ in self.members():
+            self.accept_state(param, self.state.get(param, {}))
+
+    def _group_of(self, param: nn.Parameter) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(param is other for other in group["params"]))
+
+
+def update_adamw(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: Mapping[str, Any]
+) -> None:
+    """One AdamW update of flat tensors in place, by torch's own function; `step` counts from 1."""
+    beta1, beta2 = group["betas"]
+    is_fused = param.device.type in ("cpu", "cuda") and param.is_floating_point()
+    adamw(
+        [param],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.tensor(step - 1.0, device=param.device if is_fused else None)],
+        foreach=False,
+        fused=is_fused,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+class _Kept:
+    """The states of one parameter as they are kept: read and written in fp32, in slices that cut no block."""
+
+    def __init__(self, state: dict[str, Any], kind: StateDtype, start: int, seed: int = 0) -> None:
+        self._state = state
+        self._kind = kind
+        self._start = start
+        self._seed = seed
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the update is worked out: fp32, or the parameter's own, where states are kept in it."""
+        own: torch.dtype = self._state["exp_avg"].dtype
+        return own if self._kind == "fp32" else torch.float32
+
+    def raise_for(self, param: Tensor) -> None:
+        """Zeros for every state of `param`."""
+        for name in MOMENTS:
+            dtype = {"fp32": param.dtype, "bf16": torch.bfloat16, "int8": torch.uint8}[self._kind]
+            self._state[name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
+            if self._kind == "int8":
+                num_blocks = -(-(self._start + param.numel()) // BLOCK) - self._start // BLOCK if param.numel() else 0
+                self._state[f"{name}_scale"] = torch.zeros(num_blocks, device=param.device)
+
+    def slices(self, numel: int) -> list[tuple[int, int]]:
+        """Ranges of this rank's elements. Those of a state that is not narrow are not cut."""
+        if self._kind == "fp32":
+            return [(0, numel)]
+        lead = self._start % BLOCK
+        cuts = [0, *range(SLICE_NUMEL - lead, numel, SLICE_NUMEL), numel]
+        return list(itertools.pairwise(cuts))
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        kept: Tensor = self._state[name].view(-1)[start:stop]
+        if self._kind == "fp32":
+            return kept
+        if self._kind == "bf16":
+            return kept.float()
+        return decode(kept, self._scales(name, start, stop), self._start + start, MOMENTS[name])
+
+    def write(self, name: str, start: int, stop: int, value: Tensor, *, exact: bool = False) -> None:
+        kept: Tensor = self._state[name].view(-1)[start:stop]
+        if self._kind == "int8":
+            codes, scales = encode(value, self._start + start, MOMENTS[name])
+            kept.copy_(codes)
+            self._scales(name, start, stop).copy_(scales)
+        elif self._kind == "bf16" and name == "exp_avg_sq" and not exact:
+            kept.copy_(round_stochastically(value, self._start + start, self._seed))
+        elif kept.data_ptr() != value.data_ptr():
+            kept.copy_(value)
+
+    def _scales(self, name: str, start: int, stop: int) -> Tensor:
+        first = self._start // BLOCK
+        blocks = slice((self._start + start) // BLOCK - first, -(-(self._start + stop) // BLOCK) - first)
+        scales: Tensor = self._state[f"{name}_scale"][blocks]
+        return scales
+
+
+def round_stochastically(values: Tensor, start: int, seed: int) -> Tensor:
+    """fp32 to bf16, each up or down with the probability that makes it right on average.
+
+    The bits that decide are a hash (the finalizer of MurmurHash3) of `seed` and of each element's number,
+    counted from `start`.
+    """
+    bits = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
+    bits.add_(_signed(start)).mul_(_signed(0x9E3779B1)).add_(_signed(seed * 0x85EBCA77))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits ^= (bits >> shift) & ((1 << (32 - shift)) - 1)
+        bits *= _signed(factor)
+    bits ^= bits >> 16
+    cut = (values.view(torch.int32) + (bits & 0xFFFF)) & _signed(0xFFFF0000)
+    return cut.view(torch.float32).to(torch.bfloat16)
+
+
+def _signed(word: int) -> int:
+    """The lowest 32 bits of `word`, as int32 reads them."""
+    return (word + 2**31) % 2**32 - 2**31

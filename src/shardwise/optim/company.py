@@ -1,0 +1,269 @@
+"""The other ranks, as an optimizer that holds pieces meets them: norms over all, and whole matrices by turns."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardwise.comm import Collectives, Group, Work, sum_small
+from shardwise.mesh import Mesh
+from shardwise.optim.cooperative import Apply, Make
+from shardwise.optim.cooperative import Work as WorkOut
+from shardwise.optim.piece import Piece
+from shardwise.placement import Axes
+from shardwise.program import Action, Handover, Matrix, handovers, norms_axes
+from shardwise.storage import Flat, torch_dtype
+
+Tensor = torch.Tensor
+
+
+class Company:
+    """`Peers` over the ranks of a mesh. `during` runs what the program has for the middle of a step."""
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        collectives: Collectives,
+        mesh: Mesh,
+        rank: int,
+        during: Callable[[], None],
+    ) -> None:
+        self._collectives = collectives
+        self._mesh = mesh
+        self._rank = rank
+        self._during = during
+        self._flats = {flat.name: flat for flat in flats}
+        self._handovers = handovers([flat.spec for flat in flats])
+        self._norms_axes = norms_axes([flat.spec for flat in flats])
+        self._by_param: dict[nn.Parameter, Piece] = {}
+        self._by_place: dict[tuple[str, int], Piece] = {}
+        self._norms: Tensor | None = None
+        self._calls: tuple[Make, WorkOut, Apply] | None = None
+        self._on_the_way: dict[str, _Passage] = {}
+
+    def meet(self, pieces: Sequence[Piece]) -> None:
+        """Learn which piece of which parameter each of the optimizer's entries is."""
+        self._by_param = {piece.tensor: piece for piece in pieces}
+        self._by_place = {(piece.flat.name, piece.index): piece for piece in pieces}
+
+    # -- what an optimizer asks -------------------------------------------------------------------------
+
+    def shape_of(self, param: nn.Parameter) -> tuple[int, ...]:
+        return self._by_param[param].shape
+
+    def start_of(self, param: nn.Parameter) -> int:
+        return self._by_param[param].span.start
+
+    def sum_squares(self, params: Sequence[nn.Parameter], squares: Tensor) -> Tensor:
+        trained = [row for row, param in enumerate(params) if self._is_trained(param)]
+        copies = [self._copies(self._by_param[params[row]].flat) for row in trained]
+        self._norms = (squares[trained] / squares.new_tensor(copies)[:, None]).flatten()
+        self._during()
+        summed = torch.zeros_like(squares)
+        summed[trained] = self._norms.view(-1, 2)
+        self._norms = None
+        return summed
+
+    def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: WorkOut, apply: Apply) -> None:  # noqa: ARG002
+        """The program knows which parameters these are."""
+        self._calls = (make, work, apply)
+        self._during()
+        self._calls = None
+
+    # -- what the program has done ----------------------------------------------------------------------
+
+    def add_norms(self, action: Action) -> None:
+        """`agree * norms`: sum them over one axis."""
+        assert self._norms is not None
+        group = Group(action.over, self._mesh.group(self._rank, action.over), self._place_on(action.over))
+        self._norms = sum_small(self._norms, self._collectives, group)
+
+    def hand_over(self, action: Action) -> None:
+        """`collect`, `orthogonalize`, `hand_back` and the waits between, of one flat buffer."""
+        passage = self._on_the_way.get(action.flat)
+        if passage is None:
+            passage = self._on_the_way[action.flat] = self._passage(self._flats[action.flat])
+        match action.verb:
+            case "collect":
+                passage.collect()
+            case "orthogonalize":
+                passage.work_out()
+            case "hand_back":
+                passage.hand_back()
+            case "wait":
+                passage.wait()
+        if passage.is_through:
+            del self._on_the_way[action.flat]
+
+    def _passage(self, flat: Flat) -> _Passage:
+        assert self._calls is not None
+        over = self._handovers[flat.name]
+        pieces = {matrix.index: self._by_place[flat.name, matrix.index] for matrix in over.matrices}
+        group = self._line(over, flat.spec.table.optim.shard)
+        return _Passage(over, flat, pieces, group, self._collectives, self._calls)
+
+    def _line(self, over: Handover, axes: Axes) -> Group:
+        """The ranks that share this rank's states, by place."""
+        here = self._mesh.coordinate(self._rank)
+        every = itertools.product(*(range(self._mesh.size(axis)) for axis in axes))
+        coordinates = [{**here, **dict(zip(axes, places, strict=True))} for places in every]
+        ranks = {over.place(coordinate): self._mesh.rank(coordinate) for coordinate in coordinates}
+        return Group("+".join(axes), tuple(ranks[place] for place in sorted(ranks)), over.place(here))
+
+    def _place_on(self, axis: str) -> int:
+        return self._mesh.coordinate(self._rank)[axis]
+
+    def _is_trained(self, param: nn.Parameter) -> bool:
+        piece = self._by_param.get(param)
+        return piece is not None and piece.flat.spec.trainable
+
+    def _copies(self, flat: Flat) -> int:
+        """How many of the ranks whose norms are summed hold the same elements."""
+        shard = flat.spec.table.optim.shard
+        return math.prod(self._mesh.size(axis) for axis in self._norms_axes if axis not in shard)
+
+
+class _Passage:
+    """The matrices of one flat buffer in one step, from pieces to their owners and back.
+
+    `given` are this rank's pieces of matrices that others work out, by place; `whole` the matrices that it works out
+    for others too, by index; `staging` others' pieces of those, by place: what messages are made of.
+    """
+
+    def __init__(
+        self,
+        over: Handover,
+        flat: Flat,
+        pieces: Mapping[int, Piece],
+        group: Group,
+        collectives: Collectives,
+        calls: tuple[Make, WorkOut, Apply],
+    ) -> None:
+        self._over = over
+        self._flat = flat
+        self._pieces = pieces
+        self._group = group
+        self._collectives = collectives
+        self._make, self._work, self._apply = calls
+        self._matrices = [matrix for matrix in over.matrices if flat.touched[matrix.index]]
+        self._dtype = torch_dtype(over.dtype)
+        self._given: list[Tensor] = []
+        self._whole: dict[int, Tensor] = {}
+        self._staging: list[Tensor] = []
+        self._arriving: Work | None = None
+        self._is_worked_out = False
+
+    @property
+    def is_through(self) -> bool:
+        return self._is_worked_out and not self._given and not self._staging and self._arriving is None
+
+    def collect(self) -> None:
+        """Send what others work out on its way, and begin with what is here of what this rank works out."""
+        for matrix in self._owned():
+            if self._over.travels(matrix):
+                self._whole[matrix.index] = self._new(matrix.span.numel)
+                own = self._over.held(matrix, self._group.index)
+                if own.numel:
+                    self._whole[matrix.index][own.start : own.stop] = self._made(matrix)
+        self._given = [self._new(self._numel(self._for(place), self._group.index)) for place in self._places()]
+        for place, message in enumerate(self._given):
+            for matrix, part in self._parts(message, self._for(place), self._group.index):
+                part.copy_(self._made(matrix))
+        self._open_staging()
+        self._arriving = self._collectives.all_to_all(self._staging, self._given, self._group)
+
+    def wait(self) -> None:
+        """The first of two: the pieces have come; the second: the results have."""
+        if self._arriving is None:
+            return
+        self._arriving.wait()
+        self._arriving = None
+        if not self._is_worked_out:
+            for place, message in enumerate(self._staging):
+                for matrix, part in self._parts(message, self._owned(), place):
+                    held = self._over.held(matrix, place)
+                    self._whole[matrix.index][held.start : held.stop] = part
+            self._close(self._staging)
+            return
+        for place, message in enumerate(self._given):
+            for matrix, part in self._parts(message, self._for(place), self._group.index):
+                self._applied(matrix, part)
+        self._close(self._staging)
+        self._close(self._given)
+
+    def work_out(self) -> None:
+        """Each matrix of this rank's; one that lies here alone is made, worked out and applied in one go."""
+        for matrix in self._owned():
+            whole = self._whole.get(matrix.index)
+            brought = 0 if whole is not None else matrix.span.numel * self._dtype.itemsize
+            self._flat.meter.hold("working", matrix.work_bytes + brought)
+            source = self._made(matrix) if whole is None else whole
+            result = self._work(self._pieces[matrix.index].tensor, source.view(matrix.rows, matrix.cols)).reshape(-1)
+            if whole is None:
+                self._applied(matrix, result)
+            else:
+                self._whole[matrix.index] = result
+            self._flat.meter.drop("working", matrix.work_bytes + brought)
+        self._is_worked_out = True
+
+    def hand_back(self) -> None:
+        self._open_staging()
+        for place, message in enumerate(self._staging):
+            for matrix, part in self._parts(message, self._owned(), place):
+                held = self._over.held(matrix, place)
+                part.copy_(self._whole[matrix.index][held.start : held.stop])
+        for matrix in self._owned():
+            own = self._over.held(matrix, self._group.index)
+            if matrix.index in self._whole and own.numel:
+                self._applied(matrix, self._whole[matrix.index][own.start : own.stop])
+        for tensor in self._whole.values():
+            self._flat.meter.drop("working", tensor.nbytes)
+        self._whole.clear()
+        self._arriving = self._collectives.all_to_all(self._given, self._staging, self._group)
+
+    # -- what they have in common -----------------------------------------------------------------------
+
+    def _made(self, matrix: Matrix) -> Tensor:
+        return self._make(self._pieces[matrix.index].tensor)
+
+    def _applied(self, matrix: Matrix, part: Tensor) -> None:
+        self._apply(self._pieces[matrix.index].tensor, part)
+
+    def _owned(self) -> list[Matrix]:
+        return self._for(self._group.index)
+
+    def _for(self, place: int) -> list[Matrix]:
+        return [matrix for matrix in self._matrices if matrix.owner == place]
+
+    def _places(self) -> range:
+        return range(len(self._group.ranks))
+
+    def _numel(self, matrices: Sequence[Matrix], place: int) -> int:
+        """Elements of a message about `matrices` with the rank at `place`, of those that it holds."""
+        is_message = not matrices or matrices[0].owner != place
+        return sum(self._over.held(matrix, place).numel for matrix in matrices) if is_message else 0
+
+    def _parts(self, message: Tensor, matrices: Sequence[Matrix], place: int) -> list[tuple[Matrix, Tensor]]:
+        """What of `message` belongs to which matrix; nothing of a message to oneself."""
+        if not message.numel():
+            return []
+        held = [(matrix, self._over.held(matrix, place).numel) for matrix in matrices]
+        some = [(matrix, numel) for matrix, numel in held if numel]
+        return list(zip((one for one, _ in some), torch.split(message, [numel for _, numel in some]), strict=True))
+
+    def _open_staging(self) -> None:
+        self._staging = [self._new(self._numel(self._owned(), place)) for place in self._places()]
+
+    def _new(self, numel: int) -> Tensor:
+        tensor = torch.empty(numel, dtype=self._dtype, device=self._flat.device)
+        self._flat.meter.hold("working", tensor.nbytes)
+        return tensor
+
+    def _close(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._flat.meter.drop("working", tensor.nbytes)
+        tensors.clear()

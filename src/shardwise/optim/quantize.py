@@ -1,0 +1,73 @@
+"""Block-wise dynamic quantization to 8 bits (arXiv:2110.02861, sections 2 and 3), in plain torch operations.
+
+Each block of `BLOCK` elements is divided by the one of its elements that is farthest from zero, sign included, so that
+this one is kept exactly. The others take the nearest of 256 levels: each further leading zero of a code means a
+factor of ten down, what is left of it a fraction in steps between 0.1 and 1, so that small numbers keep their
+relative precision over seven decades. Blocks are counted from the first element of the whole parameter; a piece of one
+may begin or end inside a block, and then has a scale of its own for its part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.program import BLOCK
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The 256 values of a code, ascending, and the 255 boundaries between them."""
+
+    values: Tensor
+    bounds: Tensor
+
+    @classmethod
+    def dynamic(cls, *, signed: bool) -> Levels:
+        """The levels of the dynamic tree data type: 0, 1, and for each exponent the middles of even fractions."""
+        bits = 6 if signed else 7
+        middles = []
+        for exponent in range(7):
+            edges = torch.linspace(0.1, 1, 2 ** (bits - exponent) + 1, dtype=torch.float64)
+            middles.append((edges[:-1] + edges[1:]) / 2 * 10.0**-exponent)
+        positive = torch.cat(middles)
+        parts = [torch.tensor([0.0, 1.0], dtype=torch.float64), positive] + ([-positive] if signed else [])
+        values = torch.cat(parts).sort().values
+        return cls(values.float(), ((values[:-1] + values[1:]) / 2).float())
+
+
+SIGNED, UNSIGNED = Levels.dynamic(signed=True), Levels.dynamic(signed=False)
+
+
+def encode(values: Tensor, start: int, levels: Levels) -> tuple[Tensor, Tensor]:
+    """Codes (uint8, one for each of `values`, flat, fp32) and scales (fp32, one for each block they touch).
+
+    `start` is the number of the first element in its parameter. Encoding what was decoded gives the same codes.
+    """
+    lead = start % BLOCK
+    blocks = _in_blocks(values, lead)
+    farthest = blocks.abs().argmax(1, keepdim=True)
+    scales = blocks.gather(1, farthest)
+    normed = blocks / torch.where(scales == 0, 1, scales)
+    codes = torch.bucketize(normed, levels.bounds.to(values.device), out_int32=True).to(torch.uint8)
+    return codes.view(-1)[lead : lead + values.numel()], scales.view(-1)
+
+
+def decode(codes: Tensor, scales: Tensor, start: int, levels: Levels) -> Tensor:
+    """The values, flat, in fp32, that `codes` and `scales` stand for."""
+    lead = start % BLOCK
+    values = levels.values.to(codes.device)[codes.int()]
+    return (_in_blocks(values, lead) * scales[:, None]).view(-1)[lead : lead + codes.numel()]
+
+
+def _in_blocks(values: Tensor, lead: int) -> Tensor:
+    """`values` behind `lead` zeros, in rows of a block."""
+    num_blocks = -(-(lead + values.numel()) // BLOCK)
+    if lead == 0 and values.numel() == num_blocks * BLOCK:
+        return values.view(num_blocks, BLOCK)
+    padded = values.new_zeros(num_blocks * BLOCK)
+    padded[lead : lead + values.numel()] = values
+    return padded.view(num_blocks, BLOCK)
