@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -368,8 +367,8 @@ class Engine:
         self._unhook()
         if self._optimizer is not None:
             self._optimizer.give_back()
+        self._runner.dissolve()
         del self._units, self._flats, self._runner, self._access, self._verdict, self._optimizer
-        gc.collect()  # runner and hooks know each other, and would keep the old buffers until it is too late
 
     def save_pretrained(
         self,

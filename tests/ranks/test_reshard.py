@@ -13,7 +13,7 @@ from torch import nn
 from twins import Batch, Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run
 
 import shardwise as sw
-import shardwise.optim  # noqa: F401  # its tables are not to be counted
+import shardwise.optim  # its tables are not to be counted
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import run_ranks
 
@@ -172,7 +172,8 @@ def test_the_peak_is_one_unit_more() -> None:
             engine.close()
         return peaks
 
-    # Half a unit sent and half received, as much in the threads' mail, and again where a rank is a unit ahead.
+    # Half a unit sent and half received; as much in the threads' mail, and again if one rank is a buffer ahead. With
+    # the old buffers kept to the end it would be half of everything more.
     messages_bytes = 2 * unit_bytes
     for peaks in run_ranks(2, rank):
         for peak in peaks:

@@ -102,6 +102,11 @@ class Runner:
         if self._compiled is not None:
             self._compiled.remove()
 
+    def dissolve(self) -> None:
+        """Let go of everything, after `remove`. Hooks and runner know each other, and would keep every flat buffer
+        until a garbage collection."""
+        self.__dict__.clear()
+
     # -- events: forward --------------------------------------------------------------------------------
 
     def enter_root(self) -> None:
