@@ -20,22 +20,36 @@ from shardwise.comm import PostOffice, ThreadTransport, World
 Result = TypeVar("Result")
 
 
-def run_ranks(num_ranks: int, work: Callable[[World], Result], *, timeout_seconds: float = 60) -> list[Result]:
+def run_ranks(
+    num_ranks: int,
+    work: Callable[[World], Result],
+    *,
+    timeout_seconds: float = 60,
+    patience_seconds: float = 1,
+) -> list[Result]:
     """Call `work(world)` on `num_ranks` threads that are each other's world; what they return, by rank.
 
     If ranks raise, the error of the first one to do so is raised here, and the others are released from
-    their waiting. Random numbers are shared between threads: build models before, or seed under a lock.
+    their waiting. The seconds are those of `World.join`. Random numbers are shared between threads: build
+    models before, or seed under a lock.
     """
-    office = PostOffice(timeout_seconds)
+    office = PostOffice()
     results: dict[int, Result] = {}
     failures: list[tuple[int, BaseException]] = []
 
     def rank(index: int) -> None:
         try:
-            results[index] = work(World(index, num_ranks, ThreadTransport(office, index)))
+            with World(
+                index,
+                num_ranks,
+                ThreadTransport(office, index),
+                board=office,
+                timeout_seconds=timeout_seconds,
+                patience_seconds=patience_seconds,
+            ) as world:
+                results[index] = work(world)
         except BaseException as error:  # handed to the caller below
             failures.append((index, error))
-            office.closed.set()
 
     threads = [threading.Thread(target=rank, args=(index,), name=f"rank {index}") for index in range(num_ranks)]
     for thread in threads:

@@ -1,6 +1,8 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
-from shardwise.comm.collectives import Collectives, Group
+from shardwise.comm.collectives import Collectives
+from shardwise.comm.group import Group
+from shardwise.comm.journal import Journal
 from shardwise.comm.pairwise import Pairwise, Transport
 from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.work import Done, Pending, Work
@@ -11,6 +13,7 @@ __all__ = [
     "Collectives",
     "Done",
     "Group",
+    "Journal",
     "Pairwise",
     "Pending",
     "PostOffice",
