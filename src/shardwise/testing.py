@@ -7,17 +7,60 @@ def train(world):
 
 losses = run_ranks(4, train)
 ```
+
+And faults on purpose, to see what a job makes of them:
+
+```python
+fault = skip_at(rank=1, step=3, point="backward")
+...
+    if not fault(world.rank, step, "backward"):
+        engine.backward(loss)
+```
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from shardwise.comm import PostOffice, ThreadTransport, World
 
 Result = TypeVar("Result")
+Fault = Callable[[int, int, str], bool]
+"""Asked with the rank, the step and the point at which it is; true means: leave this out."""
+
+
+class InjectedError(Exception):
+    """What `fail_at` raises."""
+
+
+def fail_at(rank: int, step: int, point: str = "step") -> Fault:
+    """Raise `InjectedError` there. `point` is any word by which the loop asks."""
+
+    def fault(at_rank: int, at_step: int, at_point: str) -> bool:
+        if (at_rank, at_step, at_point) == (rank, step, point):
+            raise InjectedError(f"rank {rank} was to fail at step {step}, {point}")
+        return False
+
+    return fault
+
+
+def stall_at(rank: int, step: int, point: str = "step", *, seconds: float) -> Fault:
+    """Sleep there for `seconds`, then go on."""
+
+    def fault(at_rank: int, at_step: int, at_point: str) -> bool:
+        if (at_rank, at_step, at_point) == (rank, step, point):
+            time.sleep(seconds)
+        return False
+
+    return fault
+
+
+def skip_at(rank: int, step: int, point: str = "step") -> Fault:
+    """Leave out what comes there."""
+    return lambda *at: at == (rank, step, point)
 
 
 def run_ranks(

@@ -79,7 +79,7 @@ class Journal:
         self.subject = ""
         """What the next collective is about: the name of a flat buffer. Used up by it."""
         self.error = ""
-        """The last exception that cut a forward or backward short."""
+        """The exception that cut the last forward short, in words."""
         self.waiting: Entry | None = None
         self.device_wait: Callable[[], Entry | None] | None = None
         """Asks the device what it waits for; the host does not know where kernels wait for each other."""
@@ -115,6 +115,10 @@ class Journal:
         line.recent.append((number, tag, action, call))
         line.tag, line.count = tag, number
         return Entry(line, number, tag)
+
+    def note(self, error: BaseException | None) -> None:
+        """A forward raised. Whoever catches that goes on; if the other ranks did not, this is what they must know."""
+        self.error = in_words(error) if error is not None else ""
 
     def failure(self, error: LinkError) -> CommError:
         """The error to raise for a link that broke: the letter, if there is or soon will be one."""
@@ -159,6 +163,12 @@ class Journal:
             awaited=(entry.line.name, entry.number, entry.line.ranks) if entry is not None else None,
             tracks={line.name: _track(line) for line in tuple(self._lines.values())},
         )
+
+
+def in_words(error: BaseException) -> str:
+    """`ValueError: a bad batch`"""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class Awaited:

@@ -21,7 +21,7 @@ from shardwise.comm.status import Status
 Read = Callable[[int], Status | None]
 _MOST_TOLD = 8
 _SAME = (
-    "All ranks must call the same modules, backwards, steps and methods of the engine, in the same order and shapes."
+    "All ranks must call the same modules, backwards, steps and engine methods, in one order, with the same shapes."
 )
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from shardwise.comm.board import Board, BoardError
-from shardwise.comm.journal import Journal
+from shardwise.comm.journal import Journal, in_words
 from shardwise.comm.judge import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
 from shardwise.comm.letter import Letter
 from shardwise.comm.status import Status
@@ -90,7 +90,7 @@ class Watch:
             return  # nobody is left to be told
 
     def _say_farewell(self, error: BaseException | None) -> None:
-        said = _in_words(error) if error is not None else ""
+        said = in_words(error) if error is not None else ""
         status = self._journal.status(self._beat + 1, self._seconds()).left(said)
         self._board.publish(status)
         if error is not None and self._journal.letter is None:
@@ -234,7 +234,3 @@ class Watch:
         letter = self._journal.letter
         return letter.error() if letter is not None else CommError(str(error))
 
-
-def _in_words(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

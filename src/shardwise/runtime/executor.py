@@ -62,7 +62,7 @@ class Executor:
     def __init__(self, flats: Sequence[Flat], collectives: Collectives, groups: Mapping[str, Group]) -> None:
         self.timeline = Timeline()
         self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}
-        self._journal = collectives.journal
+        self.journal = collectives.journal
         self._common: dict[str, Callable[[Action], None]] = {}
 
     def provide(self, verb: str, call: Callable[[Action], None]) -> None:
@@ -87,7 +87,7 @@ class Executor:
             self._call(action, in_step=in_step, is_last=self._is_last(block, index, last_wait))
             for index, action in enumerate(block.actions)
         ]
-        return BoundBlock(block, calls, self._journal, self.timeline)
+        return BoundBlock(block, calls, self.journal, self.timeline)
 
     def _is_last(self, block: Block, index: int, last_wait: Mapping[str, int]) -> bool:
         """Whether the wait at `index` ends its reduction: no further step of it starts in this block."""

@@ -15,6 +15,7 @@ through on any of them. What still arrives afterwards is found by the verdict of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
@@ -120,6 +121,7 @@ class Runner:
 
     def leave_root(self, *, raised: bool) -> None:
         if raised:
+            self._executor.journal.note(sys.exc_info()[1])
             self.recover()
             return
         self._look_away()
@@ -374,6 +376,7 @@ class Runner:
 
     def after_step(self) -> None:
         """New parameters to where they rest; gradients are used up."""
+        self._executor.journal.note(None)
         self._step[AFTER_STEP].run()
         for unit in self.units:
             for flat in unit.flats:
