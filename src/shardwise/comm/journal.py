@@ -26,7 +26,7 @@ import torch
 
 from shardwise.comm.group import Group
 from shardwise.comm.letter import Letter
-from shardwise.comm.status import Status, Track
+from shardwise.comm.status import Entered, Status, Track
 from shardwise.comm.work import LinkError, Work
 from shardwise.errors import CommError
 from shardwise.program import Action, Moment
@@ -37,9 +37,10 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = str(Path(threading.__file__).parent / "contextlib.py")
 _COLLECTIVES = ("comm/pairwise.py", "comm/nccl.py")
+_EXCHANGE = "World.exchange"  # which many call, for different ends
 _LineKey = tuple[str, int, int, int]
-# A tuple, because one is made for every collective: number, tag, action, and what it is called without one.
-_Record = tuple[int, int, Action | None, str]
+# A tuple, because one is made for every collective: number, tag, action, what it is called without one, backwards.
+_Record = tuple[int, int, Action | None, str, int]
 
 
 class Line:
@@ -78,6 +79,9 @@ class Journal:
         """What it is doing there; `None` between two moments."""
         self.subject = ""
         """What the next collective is about: the name of a flat buffer. Used up by it."""
+        self.num_backwards = 0
+        """Backwards since the last optimizer step. Part of the tag: where gradients wait at home until the step, a
+        backward left out would go unnoticed otherwise."""
         self.error = ""
         """The exception that cut the last forward short, in words."""
         self.waiting: Entry | None = None
@@ -111,8 +115,8 @@ class Journal:
         if code is None:
             code = self._codes[verb, subject, dtype] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
         number = line.count + 1
-        tag = (line.tag * 1_000_003 + code + numel) & _TAGS
-        line.recent.append((number, tag, action, call))
+        tag = (line.tag * 1_000_003 + code + numel + self.num_backwards * 7_919) & _TAGS
+        line.recent.append((number, tag, action, call, self.num_backwards))
         line.tag, line.count = tag, number
         return Entry(line, number, tag)
 
@@ -194,19 +198,28 @@ class Awaited:
 
 def _track(line: Line) -> Track:
     records = tuple(line.recent)
-    return Track(line.count, tuple((number, tag, str(action or call)) for number, tag, action, call in records))
+    return Track(
+        line.count,
+        tuple(
+            Entered(number, tag, f"'{action}'" if action is not None else call, num_backwards)
+            for number, tag, action, call, num_backwards in records
+        ),
+    )
 
 
 def _calls() -> tuple[str, str]:
     """For a collective outside any program: the function that entered it, and the one the user called (`save()`)."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.endswith(_COLLECTIVES):
+    while frame is not None and (
+        frame.f_code.co_filename.endswith(_COLLECTIVES) or frame.f_code.co_qualname == _EXCHANGE
+    ):
         frame = frame.f_back
-    inner = outer = frame.f_code.co_name if frame is not None else ""
+    inner = outer = ""
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         outer = frame.f_code.co_name
+        inner = inner or outer
         frame = frame.f_back
-    return inner, f"{outer}()"
+    return inner or "exchange", f"{outer or 'exchange'}()"
 
 
 def _where(thread_id: int) -> tuple[str, str]:

@@ -16,13 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.comm.letter import Letter
-from shardwise.comm.status import Status
+from shardwise.comm.status import Entered, Status
 
 Read = Callable[[int], Status | None]
 _MOST_TOLD = 8
-_SAME = (
-    "All ranks must call the same modules, backwards, steps and engine methods, in one order, with the same shapes."
-)
+_SAME = "All ranks must call the same modules, backwards, steps and engine methods, in one order, with the same shapes."
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,15 @@ class Lateness:
 
     def text(self, silent_seconds: float) -> str:
         """One line; `silent_seconds` is for how long the rank has not been heard of."""
-        waiting = ", ".join(str(status) for status in self.waiting[:_MOST_TOLD])
+        waiting = "; ".join(str(status) for status in self.waiting[:_MOST_TOLD])
         if self.status is None:
             what = f"rank {self.rank} has not been heard of yet"
         elif silent_seconds > self.status.seconds and silent_seconds > 1:
             what = f"rank {self.rank} has not been heard of for {silent_seconds:.0f} s (stopped, or cut off): "
             what += str(self.status)
         else:
-            what = f"{self.status} for {self.status.seconds:.0f} s"
-        return f"{what}; for it {waiting}"
+            what = f"{self.status}, for {self.status.seconds:.0f} s"
+        return f"{what}. Because of it {waiting}"
 
 
 @dataclass(frozen=True)
@@ -127,26 +125,36 @@ def contradiction(statuses: Sequence[Status], line: str) -> Letter | None:
     """A letter if two of the ranks have entered different collectives under one number of `line`."""
     tags: dict[int, dict[int, int]] = {}
     for status in statuses:
-        for number, tag, _ in status.tracks[line].recent if line in status.tracks else ():
-            tags.setdefault(number, {})[status.rank] = tag
+        for entered in status.tracks[line].recent if line in status.tracks else ():
+            tags.setdefault(entered.number, {})[status.rank] = entered.tag
     clashes = [number for number in tags if len(set(tags[number].values())) > 1]
     if not clashes:
         return None
     number = min(clashes)
-    there = [status for status in statuses if status.rank in tags[number]]
+    there = {status.rank: status.tracks[line].find(number) for status in statuses if status.rank in tags[number]}
     blamed = _minority(tags[number])
-    told = _told(statuses, {status.rank: f"has '{status.tracks[line].text(number)}' there: " for status in there})
-    before = f", right after '{there[0].tracks[line].text(number - 1)}'" if number > 1 else ""
+    first = next(status for status in statuses if status.rank in blamed)
+    before = f", right after {first.tracks[line].find(number - 1).text}" if number > 1 else ""
     who = f"{_capital(_ranks(blamed))} contradict{'s' if len(blamed) == 1 else ''} the others"
     if len(blamed) == len(there):
         who = f"{_capital(_ranks(blamed))} contradict each other"
     return _letter(
         "contradiction",
         blamed,
-        f"{who} in collective {number} over {line.partition(' ')[0]}{before}:{told}.\n{_SAME} "
-        f"Look for what is different on {_ranks(blamed)}.",
-        next(status for status in there if status.rank in blamed),
+        f"{who} in collective {number} over {line.partition(' ')[0]}{before}:{_told(statuses, _differences(there))}.\n"
+        f"{_SAME} Look for what is different on {_ranks(blamed)}.",
+        first,
     )
+
+
+def _differences(there: dict[int, Entered]) -> dict[int, str]:
+    """What each rank has entered; where that reads alike, what it has done before."""
+    if len({entered.text for entered in there.values()}) > 1:
+        return {rank: f"has {entered.text} there, and " for rank, entered in there.items()}
+    return {
+        rank: f"has {entered.text} there, of another length or after {entered.num_backwards} backward(s), and "
+        for rank, entered in there.items()
+    }
 
 
 def _minority(tags: dict[int, int]) -> tuple[int, ...]:
@@ -160,7 +168,7 @@ def departure(gone: Status, others: Sequence[Status]) -> Letter:
     """A rank has raised or ended, and others cannot go on without it."""
     rest = sorted((status for status in others if status.rank != gone.rank), key=lambda status: status.rank)
     told = _told(rest)
-    return _letter(gone.state, (gone.rank,), f"{_capital(str(gone))}.{f' Meanwhile:{told}.' if told else ''}\n", gone)
+    return _letter(gone.state, (gone.rank,), f"{_capital(str(gone))}.{f' Meanwhile:{told}.' if told else ''}", gone)
 
 
 def disappearance(rank: int, last: Status | None, why: str, mine: Status) -> Letter:
@@ -169,7 +177,7 @@ def disappearance(rank: int, last: Status | None, why: str, mine: Status) -> Let
     return _letter(
         "lost",
         (rank,),
-        f"Rank {rank} is gone without a word (killed, or its machine is cut off).{seen} Found when {mine}: {why}\n",
+        f"Rank {rank} is gone without a word (killed, or its machine is cut off).{seen} Found when {mine}: {why}",
         last or Status(rank),
     )
 
@@ -181,7 +189,7 @@ def overdue(late: Lateness | None, mine: Status, silent_seconds: float, timeout_
     )
     ranks = (late.rank,) if late is not None else ()
     blamed = late.status if late is not None and late.status is not None else mine
-    return _letter("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {why}.\n", blamed)
+    return _letter("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {why}.", blamed)
 
 
 def _letter(kind: str, ranks: tuple[int, ...], text: str, blamed: Status) -> Letter:
@@ -194,7 +202,10 @@ def _told(statuses: Sequence[Status], also: dict[int, str] | None = None) -> str
     lines = []
     for status in ordered[:_MOST_TOLD]:
         words = str(status).removeprefix(f"rank {status.rank} ")
-        lines.append(f"\n    rank {status.rank} {(also or {}).get(status.rank, '')}{words}")
+        has = (also or {}).get(status.rank, "")
+        if status.state == "waiting" and has.startswith(f"has '{status.doing}' there, and"):
+            has = ""  # it says so itself
+        lines.append(f"\n    rank {status.rank} {has}{words}")
     if len(ordered) > _MOST_TOLD:
         lines.append(f"\n    and {len(ordered) - _MOST_TOLD} more")
     return ";".join(lines)

@@ -22,7 +22,7 @@ class Letter:
     def error(self) -> FaultError:
         """A new exception each time: one that is raised twice would grow two tracebacks."""
         return FaultError(
-            f"{self.text} Nothing more can be sent between these ranks: start the job again "
+            f"{self.text}\nNothing more can be sent between these ranks: start the job again "
             f"(`shardwise launch --max-restarts` does so by itself).",
             kind=self.kind,
             ranks=self.ranks,

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 State = Literal["computing", "waiting", "raised", "ended"]
 
 
+class Entered(NamedTuple):
+    """A collective that a rank has entered: its number along the line, its tag, and what to call it."""
+
+    number: int
+    tag: int
+    text: str
+    num_backwards: int = 0
+    """Since the last optimizer step."""
+
+
 @dataclass(frozen=True)
 class Track:
-    """How many collectives a rank has entered along one line, and the last of them: number, tag, text."""
+    """How many collectives a rank has entered along one line, and the last of them."""
 
     count: int
-    recent: tuple[tuple[int, int, str], ...] = ()
+    recent: tuple[Entered, ...] = ()
 
-    def text(self, number: int) -> str:
-        """What was entered as `number`, in words."""
-        return next((text for found, _, text in self.recent if found == number), "something longer ago")
+    def find(self, number: int) -> Entered:
+        """What was entered as `number`, if it is remembered."""
+        return next(
+            (entered for entered in self.recent if entered.number == number), Entered(number, 0, "one forgotten")
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ class Status:
         awaited = plain["awaited"]
         plain["awaited"] = (awaited[0], awaited[1], tuple(awaited[2])) if awaited else None
         plain["tracks"] = {
-            name: Track(count, tuple((number, tag, words) for number, tag, words in recent))
+            name: Track(count, tuple(Entered(*entered) for entered in recent))
             for name, (count, recent) in plain["tracks"].items()
         }
         return cls(**plain)

@@ -233,4 +233,3 @@ class Watch:
         self._told.wait(_EXPLAINED_AFTER_SECONDS)
         letter = self._journal.letter
         return letter.error() if letter is not None else CommError(str(error))
-

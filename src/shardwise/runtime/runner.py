@@ -182,6 +182,7 @@ class Runner:
         self.free_all()
         if not self._training.is_finished():
             self._learn()
+        self._executor.journal.num_backwards += 1
         self._in_pass = self._is_wiser = False
         for names in (self._open_backwards, self._kept, self._lasting, self._through):
             names.clear()
@@ -376,6 +377,7 @@ class Runner:
 
     def after_step(self) -> None:
         """New parameters to where they rest; gradients are used up."""
+        self._executor.journal.num_backwards = 0
         self._executor.journal.note(None)
         self._step[AFTER_STEP].run()
         for unit in self.units:
