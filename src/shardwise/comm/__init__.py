@@ -1,5 +1,6 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
+from shardwise.comm.board import last_words
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
@@ -21,4 +22,5 @@ __all__ = [
     "Transport",
     "Work",
     "World",
+    "last_words",
 ]

@@ -12,6 +12,7 @@ recorded order, and gathers just in time what others gather ahead, still sends t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -35,12 +36,12 @@ NUM_REMEMBERED = 32
 _TAGS = 2**31 - 1  # gloo's are not negative, and have 32 bits
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
-_STANDARD = str(Path(threading.__file__).parent / "contextlib.py")
+_STANDARD = (threading.__file__, contextlib.__file__)
 _COLLECTIVES = ("comm/pairwise.py", "comm/nccl.py")
 _EXCHANGE = "World.exchange"  # which many call, for different ends
 _LineKey = tuple[str, int, int, int]
-# A tuple, because one is made for every collective: number, tag, action, what it is called without one, backwards.
-_Record = tuple[int, int, Action | None, str, int]
+# A tuple, because one is made for every collective: number, tag, action, what it is called without one, length, backwards.
+_Record = tuple[int, int, Action | None, str, int, int]
 
 
 class Line:
@@ -116,7 +117,7 @@ class Journal:
             code = self._codes[verb, subject, dtype] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
         number = line.count + 1
         tag = (line.tag * 1_000_003 + code + numel + self.num_backwards * 7_919) & _TAGS
-        line.recent.append((number, tag, action, call, self.num_backwards))
+        line.recent.append((number, tag, action, call, numel, self.num_backwards))
         line.tag, line.count = tag, number
         return Entry(line, number, tag)
 
@@ -201,8 +202,8 @@ def _track(line: Line) -> Track:
     return Track(
         line.count,
         tuple(
-            Entered(number, tag, f"'{action}'" if action is not None else call, num_backwards)
-            for number, tag, action, call, num_backwards in records
+            Entered(number, tag, f"'{action}'" if action is not None else call, numel, num_backwards)
+            for number, tag, action, call, numel, num_backwards in records
         ),
     )
 
@@ -230,7 +231,7 @@ def _where(thread_id: int) -> tuple[str, str]:
         file = frame.f_code.co_filename
         if file.startswith(_PACKAGE):
             call = f"{frame.f_code.co_name}()"
-        elif not file.startswith((_TORCH, _STANDARD, "<")):
+        elif not file.startswith((_TORCH, *_STANDARD, "<")):
             return call, f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return call, ""

@@ -148,13 +148,16 @@ def contradiction(statuses: Sequence[Status], line: str) -> Letter | None:
 
 
 def _differences(there: dict[int, Entered]) -> dict[int, str]:
-    """What each rank has entered; where that reads alike, what it has done before."""
+    """What each rank has entered; where that reads alike, what else tells them apart."""
     if len({entered.text for entered in there.values()}) > 1:
-        return {rank: f"has {entered.text} there, and " for rank, entered in there.items()}
-    return {
-        rank: f"has {entered.text} there, of another length or after {entered.num_backwards} backward(s), and "
-        for rank, entered in there.items()
-    }
+        told = {rank: "there" for rank in there}
+    elif len({entered.numel for entered in there.values()}) > 1:
+        told = {rank: f"there, of {entered.numel} elements" for rank, entered in there.items()}
+    else:
+        told = {
+            rank: f"there, {entered.num_backwards} backward(s) after the last step" for rank, entered in there.items()
+        }
+    return {rank: f"has {entered.text} {told[rank]}, and " for rank, entered in there.items()}
 
 
 def _minority(tags: dict[int, int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ class Entered(NamedTuple):
     number: int
     tag: int
     text: str
+    numel: int = 0
     num_backwards: int = 0
     """Since the last optimizer step."""
 

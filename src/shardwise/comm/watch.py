@@ -25,7 +25,8 @@ from shardwise.errors import CommError
 
 LONGEST_PERIOD_SECONDS = 0.5
 # A rank that raises says so before its connections close, but what it says may still be on its way.
-_LOST_AFTER_SECONDS = 0.75
+_LOST_AFTER_SECONDS = 0.4
+_HURRIED_PERIOD_SECONDS = 0.1
 _EXPLAINED_AFTER_SECONDS = 4 * LONGEST_PERIOD_SECONDS
 _log = logging.getLogger("shardwise")
 
@@ -109,7 +110,7 @@ class Watch:
 
     def _run(self) -> None:
         while self._journal.letter is None:
-            self._wake.wait(self._period_seconds)
+            self._wake.wait(self._period_seconds if self._lost is None else _HURRIED_PERIOD_SECONDS)
             self._wake.clear()
             if self._closing:
                 return
