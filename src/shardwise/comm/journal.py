@@ -40,7 +40,7 @@ _STANDARD = (threading.__file__, contextlib.__file__)
 _COLLECTIVES = ("comm/pairwise.py", "comm/nccl.py")
 _EXCHANGE = "World.exchange"  # which many call, for different ends
 _LineKey = tuple[str, int, int, int]
-# A tuple, because one is made for every collective: number, tag, action, what it is called without one, length, backwards.
+# One is made for every collective: number, tag, action, what it is called without one, length, backwards.
 _Record = tuple[int, int, Action | None, str, int, int]
 
 
