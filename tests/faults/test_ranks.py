@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,12 @@ class Stack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.skips = False
+        self.inside: Callable[[], object] = lambda: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, block in enumerate(self.blocks):
+            if index == 2:
+                self.inside()
             if not (self.skips and index == 2):
                 x = block(x)
         return x
@@ -60,6 +64,7 @@ def train(
             try:
                 for step in range(5):
                     model.skips = fault(world.rank, step, "block")
+                    model.inside = partial(fault, world.rank, step, "inside")
                     try:
                         fault(world.rank, step, "forward")
                         loss = engine(torch.ones(2, 8)).square().mean()
@@ -147,15 +152,8 @@ def test_lengths_that_differ() -> None:
 @pytest.mark.parametrize("point", ["forward", "backward", "step"])
 def test_a_rank_that_raises(point: str) -> None:
     """It raises its own error; the others raise the letter, which has its words."""
-    letters = []
-
-    def watchful(engine: sw.Engine) -> None:
-        letters.append(engine)
-
     seen: list[FaultError] = []
-
-    def fault(rank: int, step: int, at: str) -> bool:
-        return fail_at(1, 2, point)(rank, step, at)
+    fault = fail_at(1, 2, point)
 
     torch.manual_seed(0)
     start = Stack()
@@ -186,16 +184,9 @@ def test_a_rank_that_raises(point: str) -> None:
 
 def test_an_exception_that_one_rank_catches_is_told() -> None:
     """It goes on with the next batch; the others are still in this one."""
-
-    class Fragile(Stack):
-        pass
-
-    def fault(rank: int, step: int, point: str) -> bool:
-        return fail_at(1, 2, "backward")(rank, step, point)
-
-    error = the_letter(train(fault, catches=(InjectedError,)))
-    assert error.kind == "contradiction"
-    assert error.ranks == (1,)
+    error = the_letter(train(fail_at(1, 2, "inside"), catches=(InjectedError,)))
+    assert (error.kind, error.ranks) == ("contradiction", (1,))
+    assert "shortly before it raised InjectedError: rank 1 was to fail at step 2, inside" in str(error)
 
 
 def test_a_slow_rank_is_only_told_of(caplog: pytest.LogCaptureFixture) -> None:
