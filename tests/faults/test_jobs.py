@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import socket
 import subprocess
@@ -90,6 +91,20 @@ def test_all_others_are_told_what_one_did(fault: str, expected: str, words: str,
         assert words in text
         assert seconds < SOON_SECONDS
     assert len({text for _, _, text in letters}) == 1
+
+
+def test_twenty_worlds_leave_nothing_behind(tmp_path: Path) -> None:
+    """No thread, no socket, and of the keys only the one that counts the worlds."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    rounds = Path(__file__).with_name("rounds.py")
+    ranks = [subprocess.Popen([sys.executable, str(rounds), str(rank), str(port), str(tmp_path)]) for rank in range(2)]
+    assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
+    for rank in range(2):
+        counts = ast.literal_eval((tmp_path / f"counts-{rank}").read_text())
+        assert {threads for threads, _, _ in counts} == {1}
+        assert counts[-1][1] <= counts[2][1]
+        assert {keys for _, _, keys in counts} == {1}
 
 
 def test_the_launcher_tells_what_a_killed_rank_was_doing(tmp_path: Path) -> None:

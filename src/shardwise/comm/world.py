@@ -153,8 +153,9 @@ class World:
 
         May be called twice.
         """
-        if self._watch is not None:
-            self._watch.close(error)
+        watch, self._watch = self._watch, None  # they know each other: no collector should be needed to part them
+        if watch is not None:
+            watch.close(error)
         self._host.close()
         if self._nccl is not None:
             self._nccl.close()
