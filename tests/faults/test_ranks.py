@@ -113,8 +113,10 @@ def test_a_module_left_out(step: int) -> None:
     error = the_letter(train(skip_at(1, step, "block")))
     assert error.kind in ("contradiction", "deadlock")  # rank 1 has left its program, and wants to agree
     assert 1 in error.ranks
-    assert error.unit.startswith("blocks.")
-    assert error.action.startswith(("gather blocks.", "reduce_scatter blocks."))
+    assert "blocks." in str(error)
+    if error.kind == "contradiction":
+        assert error.unit.startswith("blocks.")
+        assert error.action.startswith(("gather blocks.", "reduce_scatter blocks."))
 
 
 def test_a_method_that_only_one_rank_calls(tmp_path: Path) -> None:

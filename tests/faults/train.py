@@ -1,6 +1,6 @@
 """Run by `test_jobs.py` on real processes: a small training that something happens to.
 
-train.py FAULT OUT     FAULT: none, kill, raise, skip, save, stall, stop or restart; OUT: a folder
+train.py FAULT OUT     FAULT: none, kill, raise, skip or restart; OUT: a folder
 """
 
 from __future__ import annotations
@@ -68,12 +68,6 @@ def befall(engine: sw.Engine, fault: str, out: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "raise":
             raise ValueError("a bad batch")
-        case "save":
-            engine.save(out / "lonely")
-        case "stall":
-            time.sleep(3)
-        case "exit":
-            sys.exit(0)
 
 
 if __name__ == "__main__":
