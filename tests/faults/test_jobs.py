@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 TRAIN = Path(__file__).with_name("train.py")
-# What is measured on an idle machine is a fraction of it (docs/faults.md); tests share theirs with other work.
+# What was measured is a tenth of it (docs/faults.md); tests share their machine with other work.
 SOON_SECONDS = 6
 
 
