@@ -99,9 +99,9 @@ def shard(
     world = World.join() if world is None else world
     try:
         return Engine(model, loaded, optimizer, world, owns_world=own_world)
-    except BaseException:
+    except BaseException as error:
         if own_world:
-            world.close()
+            world.close(error)
         raise
 
 
@@ -127,6 +127,8 @@ class Engine:
         """The global 2-norm before clipping, of the last step; infinite where it overflowed and was not taken."""
         self.scaler = _scaler_for(plan)
         self._owns_world = owns_world
+        if plan.patience_seconds is not None:
+            world.be_patient(plan.patience_seconds)
         self._is_open = True
         self._meter = ByteMeter()
         self._updates = vet(optimizer, model) if optimizer is not None else {}
@@ -542,10 +544,12 @@ class Engine:
 
     # -- the end ----------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Unhook from model and optimizer. May be called twice. The model's parameters are no longer whole.
 
-        Waits for a checkpoint that is still being written, and raises what went wrong with it."""
+        Waits for a checkpoint that is still being written, and raises what went wrong with it. With an `error`,
+        as after an exception inside `with`, the other ranks raise too, and name it.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -554,7 +558,7 @@ class Engine:
         finally:
             self._unhook()
             if self._owns_world:
-                self.world.close()
+                self.world.close(error)
 
     def _unhook(self) -> None:
         self._runner.remove()
@@ -565,8 +569,8 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
     # -- the optimizer step, whoever asks for it --------------------------------------------------------
 

@@ -34,6 +34,34 @@ class CommError(ShardwiseError, RuntimeError):
     """Ranks that could not meet, or disagree about what to send."""
 
 
+class FaultError(CommError):
+    """Something is wrong between ranks. Every rank raises it, with the same letter, in its main thread.
+
+    `kind` is `contradiction` (ranks entered different collectives), `deadlock` (ranks wait for each other),
+    `raised`, `ended` (a rank left with or without an exception while others needed it), `lost` (a rank is gone
+    without a word) or `timeout` (a rank made others wait for longer than the world allows). `ranks` are those the
+    letter blames, `unit` and `action` what was to be done when it was found (empty outside a program), `origin`
+    the rank that found it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "",
+        ranks: tuple[int, ...] = (),
+        unit: str = "",
+        action: str = "",
+        origin: int = -1,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.ranks = ranks
+        self.unit = unit
+        self.action = action
+        self.origin = origin
+
+
 class StateError(ShardwiseError, RuntimeError):
     """A call at a moment when it makes no sense, such as a step on a closed engine."""
 

@@ -7,35 +7,92 @@ def train(world):
 
 losses = run_ranks(4, train)
 ```
+
+And faults on purpose, to see what a job makes of them:
+
+```python
+fault = skip_at(rank=1, step=3, point="backward")
+...
+    if not fault(world.rank, step, "backward"):
+        engine.backward(loss)
+```
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from shardwise.comm import PostOffice, ThreadTransport, World
 
 Result = TypeVar("Result")
+Fault = Callable[[int, int, str], bool]
+"""Asked with the rank, the step and the point at which it is; true means: leave this out."""
 
 
-def run_ranks(num_ranks: int, work: Callable[[World], Result], *, timeout_seconds: float = 60) -> list[Result]:
+class InjectedError(Exception):
+    """What `fail_at` raises."""
+
+
+def fail_at(rank: int, step: int, point: str = "step") -> Fault:
+    """Raise `InjectedError` there. `point` is any word by which the loop asks."""
+
+    def fault(at_rank: int, at_step: int, at_point: str) -> bool:
+        if (at_rank, at_step, at_point) == (rank, step, point):
+            raise InjectedError(f"rank {rank} was to fail at step {step}, {point}")
+        return False
+
+    return fault
+
+
+def stall_at(rank: int, step: int, point: str = "step", *, seconds: float) -> Fault:
+    """Sleep there for `seconds`, then go on."""
+
+    def fault(at_rank: int, at_step: int, at_point: str) -> bool:
+        if (at_rank, at_step, at_point) == (rank, step, point):
+            time.sleep(seconds)
+        return False
+
+    return fault
+
+
+def skip_at(rank: int, step: int, point: str = "step") -> Fault:
+    """Leave out what comes there."""
+    return lambda *at: at == (rank, step, point)
+
+
+def run_ranks(
+    num_ranks: int,
+    work: Callable[[World], Result],
+    *,
+    timeout_seconds: float = 60,
+    patience_seconds: float = 1,
+) -> list[Result]:
     """Call `work(world)` on `num_ranks` threads that are each other's world; what they return, by rank.
 
     If ranks raise, the error of the first one to do so is raised here, and the others are released from
-    their waiting. Random numbers are shared between threads: build models before, or seed under a lock.
+    their waiting. The seconds are those of `World.join`. Random numbers are shared between threads: build
+    models before, or seed under a lock.
     """
-    office = PostOffice(timeout_seconds)
+    office = PostOffice()
     results: dict[int, Result] = {}
     failures: list[tuple[int, BaseException]] = []
 
     def rank(index: int) -> None:
         try:
-            results[index] = work(World(index, num_ranks, ThreadTransport(office, index)))
+            with World(
+                index,
+                num_ranks,
+                ThreadTransport(office, index),
+                board=office,
+                timeout_seconds=timeout_seconds,
+                patience_seconds=patience_seconds,
+            ) as world:
+                results[index] = work(world)
         except BaseException as error:  # handed to the caller below
             failures.append((index, error))
-            office.closed.set()
 
     threads = [threading.Thread(target=rank, args=(index,), name=f"rank {index}") for index in range(num_ranks)]
     for thread in threads:

@@ -9,7 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Collectives, Group
-from shardwise.errors import CommError, ConfigError
+from shardwise.errors import ConfigError, FaultError
 from shardwise.mesh import Mesh
 from shardwise.testing import run_ranks
 
@@ -132,8 +132,10 @@ def test_a_message_that_never_comes_is_an_error() -> None:
         if world.rank == 0:
             world.barrier()
 
-    with pytest.raises(CommError, match="did not arrive"):
-        run_ranks(2, rank, timeout_seconds=0.2)
+    with pytest.raises(FaultError, match="Rank 1 has ended") as raised:
+        run_ranks(2, rank, patience_seconds=0.2)
+    assert raised.value.kind == "ended"
+    assert raised.value.ranks == (1,)
 
 
 def test_a_mesh_must_fit() -> None:

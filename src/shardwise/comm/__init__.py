@@ -1,6 +1,9 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
-from shardwise.comm.collectives import Collectives, Group
+from shardwise.comm.board import last_words
+from shardwise.comm.collectives import Collectives
+from shardwise.comm.group import Group
+from shardwise.comm.journal import Journal
 from shardwise.comm.pairwise import Pairwise, Transport
 from shardwise.comm.small import sum_small
 from shardwise.comm.threads import PostOffice, ThreadTransport
@@ -12,6 +15,7 @@ __all__ = [
     "Collectives",
     "Done",
     "Group",
+    "Journal",
     "Pairwise",
     "Pending",
     "PostOffice",
@@ -19,5 +23,6 @@ __all__ = [
     "Transport",
     "Work",
     "World",
+    "last_words",
     "sum_small",
 ]

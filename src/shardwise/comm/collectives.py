@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from shardwise.comm.group import Group
+from shardwise.comm.journal import Journal
 from shardwise.comm.work import Work
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The ranks along one axis, in its order, and this rank's place among them."""
-
-    axis: str
-    ranks: tuple[int, ...]
-    index: int
 
 
 class Collectives(Protocol):
@@ -33,6 +25,7 @@ class Collectives(Protocol):
     """
 
     ledger: Ledger
+    journal: Journal
 
     def all_gather(self, full: Tensor, group: Group) -> Work:
         """Fill `full` in place: each rank has put its chunk, the `group.index`-th, where it belongs."""
@@ -66,6 +59,10 @@ class Collectives(Protocol):
 
     def prepare(self, mesh: Mesh) -> None:
         """Make what collectives over the axes of `mesh` need. All ranks of the world call."""
+        ...
+
+    def cut(self) -> None:
+        """End every wait of this rank, now and from now on. From any thread."""
         ...
 
     def close(self) -> None: ...

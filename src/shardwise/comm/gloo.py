@@ -7,8 +7,10 @@ from typing import Protocol
 import torch.distributed as dist
 
 from shardwise.comm.collectives import Tensor
-from shardwise.comm.work import Work
-from shardwise.errors import CommError
+from shardwise.comm.sockets import Sockets
+from shardwise.comm.work import LinkError, Work
+
+_REASONS = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
 
 
 class _TorchWork(Protocol):
@@ -18,31 +20,52 @@ class _TorchWork(Protocol):
 class _Message:
     """A torch message. It keeps its tensor alive, which gloo does not."""
 
-    def __init__(self, work: _TorchWork, tensor: Tensor) -> None:
+    def __init__(self, work: _TorchWork, tensor: Tensor, rank: int) -> None:
         self._work = work
         self._tensor = tensor
+        self._rank = rank
 
     def wait(self) -> None:
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _broken(self._rank, error) from error
 
 
 class GlooTransport:
-    """Point-to-point messages of a gloo process group. Any dtype travels."""
+    """Point-to-point messages of a gloo process group. Any dtype travels.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    [Note: breaking a wait] gloo has no abort (torch 2.13: `abort()` returns and the wait goes on), a timeout given to
+    one wait closes every connection, and a rank that is no neighbour of a dead one notices nothing. What ends a
+    blocked wait, in milliseconds, is to shut its sockets down. The group is of no use afterwards.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sockets: Sockets) -> None:
+        """`sockets` are those that the group has opened."""
         self._group = group
+        self._sockets = sockets
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Work:
         try:
-            return _Message(self._group.send([tensor], rank, tag), tensor)
+            return _Message(self._group.send([tensor], rank, tag), tensor, rank)
         except RuntimeError as error:
-            raise CommError(f"Rank {rank} cannot be reached: {error}") from error
+            raise _broken(rank, error) from error
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Work:
         try:
-            return _Message(self._group.recv([tensor], rank, tag), tensor)
+            return _Message(self._group.recv([tensor], rank, tag), tensor, rank)
         except RuntimeError as error:
-            raise CommError(f"Rank {rank} cannot be reached: {error}") from error
+            raise _broken(rank, error) from error
+
+    def cut(self) -> None:
+        self._sockets.shut_down()
 
     def close(self) -> None:
         """The process group belongs to the world."""
+
+
+def _broken(rank: int, error: RuntimeError) -> LinkError:
+    """gloo wraps a few words in the name of its source file and in advice."""
+    said = str(error)
+    reason = next((words for words in _REASONS if words in said), said.partition("\n")[0])
+    return LinkError(rank, f"The connection to rank {rank} broke: {reason}.")

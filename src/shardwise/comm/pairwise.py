@@ -12,18 +12,27 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.collectives import Group, Tensor
-from shardwise.comm.work import Done, Pending, Work
+from shardwise.comm.collectives import Tensor
+from shardwise.comm.group import Group
+from shardwise.comm.journal import Awaited, Entry, Journal
+from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
 
 
 class Transport(Protocol):
-    """Messages between two ranks. Equal tags meet; a message sent keeps its tensor until waited for."""
+    """Messages between two ranks. Equal tags meet; a message sent keeps its tensor until waited for.
+
+    All raise `LinkError`, the works that they return included.
+    """
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Work: ...
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Work: ...
+
+    def cut(self) -> None:
+        """End every wait of this rank, now and from now on. From any thread."""
+        ...
 
     def close(self) -> None: ...
 
@@ -31,10 +40,10 @@ class Transport(Protocol):
 class Pairwise:
     """`Collectives` over any `Transport`."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, journal: Journal) -> None:
         self.ledger = Ledger()
+        self.journal = journal
         self._transport = transport
-        self._tag = 0
 
     def all_gather(self, full: Tensor, group: Group) -> Work:
         self.ledger.called("gather", group.axis)
@@ -42,14 +51,16 @@ class Pairwise:
 
     def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
         self.ledger.called("reduce_scatter", group.axis)
-        return self._scatter_sums("reduce_scatter", out, source, group, wire)
+        entry = self.journal.enter("reduce_scatter", group, source.numel(), wire)
+        return Awaited(self.journal, entry, self._scatter_sums("reduce_scatter", out, source, group, wire, entry))
 
     def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
         self.ledger.called("all_reduce", group.axis)
         chunks = out.chunk(len(group.ranks))
         own = chunks[group.index]
-        partly = self._scatter_sums("all_reduce", own, source, group, wire)
-        tag = self._next_tag()
+        entry = self.journal.enter("all_reduce", group, source.numel(), wire)
+        partly = self._scatter_sums("all_reduce", own, source, group, wire, entry)
+        tag = entry.tag ^ 1
 
         def give_back() -> None:
             if own.dtype == wire:
@@ -63,23 +74,27 @@ class Pairwise:
                 for chunk, rounded in zip(chunks, gathered, strict=True):
                     chunk.copy_(rounded)
 
-        return Pending([partly], give_back)
+        return Awaited(self.journal, entry, Pending([partly], give_back))
 
     def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> Work:
         self.ledger.called("all_to_all", group.axis)
-        tag = self._next_tag()
-        works = [self._transport.receive(arrived[i], rank, tag) for i, rank in _others(group) if arrived[i].numel()]
+        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype)  # each pair has a length of its own
+        tag = entry.tag
+        works = [self._receive(arrived[i], rank, tag) for i, rank in _others(group) if arrived[i].numel()]
         works += [self._send("all_to_all", group, sent[i], rank, tag) for i, rank in _others(group) if sent[i].numel()]
-        return Pending(works)
+        return Awaited(self.journal, entry, Pending(works))
 
     def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:
         self.ledger.called("broadcast", group.axis)
-        tag = self._next_tag()
+        entry = self.journal.enter("broadcast", group, tensor.numel(), tensor.dtype)
         me = group.ranks[group.index]
+        works = []
         if me != root:
-            return Pending([self._transport.receive(tensor, root, tag)])
-        others = [rank for rank in group.ranks if rank != root]
-        return Pending([self._send("broadcast", group, tensor, rank, tag) for rank in others])
+            works.append(self._receive(tensor, root, entry.tag))
+        else:
+            others = [rank for rank in group.ranks if rank != root]
+            works += [self._send("broadcast", group, tensor, rank, entry.tag) for rank in others]
+        return Awaited(self.journal, entry, Pending(works))
 
     def exchange(self, message: bytes, group: Group) -> list[bytes]:
         size = torch.empty(len(group.ranks), dtype=torch.int64)
@@ -100,11 +115,18 @@ class Pairwise:
     def close(self) -> None:
         self._transport.close()
 
-    def _gather(self, verb: str, full: Tensor, group: Group) -> Work:
-        chunks = full.chunk(len(group.ranks))
-        return Pending(self._swap(verb, group, [chunks[group.index]] * len(chunks), chunks, self._next_tag()))
+    def cut(self) -> None:
+        self._transport.cut()
 
-    def _scatter_sums(self, verb: str, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
+    def _gather(self, verb: str, full: Tensor, group: Group) -> Work:
+        entry = self.journal.enter(verb, group, full.numel(), full.dtype)
+        chunks = full.chunk(len(group.ranks))
+        messages = self._swap(verb, group, [chunks[group.index]] * len(chunks), chunks, entry.tag)
+        return Awaited(self.journal, entry, Pending(messages))
+
+    def _scatter_sums(
+        self, verb: str, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, entry: Entry
+    ) -> Work:
         """Everybody sends everybody the chunk that is theirs to sum; sums run in the order of the group."""
         chunks = source.chunk(len(group.ranks))
         if len(chunks) == 1:
@@ -114,13 +136,17 @@ class Pairwise:
         arrived = [
             torch.empty_like(chunk, dtype=wire) if place != group.index else chunk for place, chunk in enumerate(chunks)
         ]
-        messages = self._swap(verb, group, sent, arrived, self._next_tag())
+        messages = self._swap(verb, group, sent, arrived, entry.tag)
 
         def add_up() -> None:
             in_place = out.data_ptr() == arrived[group.index].data_ptr()
             if in_place and group.index > 1:  # our summand must not be overwritten before its turn
                 arrived[group.index] = arrived[group.index].clone()
-            torch.add(arrived[0].to(out.dtype), arrived[1], out=out)
+            if in_place and group.index < 2:  # it is one of the first two, and a sum of two has no order
+                out.add_(arrived[1 - group.index])
+            else:
+                out.copy_(arrived[0])
+                out.add_(arrived[1])  # of a narrow chunk twice as fast as torch.add(out=)
             for chunk in arrived[2:]:
                 out.add_(chunk)
             arrived.clear()
@@ -141,18 +167,22 @@ class Pairwise:
         Receives are posted first, and each rank begins with its right-hand neighbour, so that not
         everybody sends to the same one at once.
         """
-        works = [self._transport.receive(arrived[place], rank, tag) for place, rank in _others(group)]
+        works = [self._receive(arrived[place], rank, tag) for place, rank in _others(group)]
         works += [self._send(verb, group, sent[place], rank, tag) for place, rank in _others(group)]
         return works
 
     def _send(self, verb: str, group: Group, tensor: Tensor, rank: int, tag: int) -> Work:
         self.ledger.sent(verb, group.axis, tensor.numel() * tensor.element_size())
-        return self._transport.send(tensor, rank, tag)
+        try:
+            return self._transport.send(tensor, rank, tag)
+        except LinkError as error:
+            raise self.journal.failure(error) from error
 
-    def _next_tag(self) -> int:
-        """Collectives are started in the same order everywhere, so their numbers agree."""
-        self._tag = (self._tag + 1) % 2**30
-        return self._tag
+    def _receive(self, tensor: Tensor, rank: int, tag: int) -> Work:
+        try:
+            return self._transport.receive(tensor, rank, tag)
+        except LinkError as error:
+            raise self.journal.failure(error) from error
 
 
 def _others(group: Group) -> Iterator[tuple[int, int]]:

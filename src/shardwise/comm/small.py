@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.collectives import Collectives, Group
+from shardwise.comm.collectives import Collectives
+from shardwise.comm.group import Group
 
 Tensor = torch.Tensor
 

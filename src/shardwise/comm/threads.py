@@ -7,37 +7,52 @@ import threading
 from collections import defaultdict
 
 from shardwise.comm.collectives import Tensor
-from shardwise.comm.work import Done, Work
-from shardwise.errors import CommError
+from shardwise.comm.letter import Letter
+from shardwise.comm.status import Status
+from shardwise.comm.work import Done, LinkError, Work
+
+_POLL_SECONDS = 0.05
+_Route = tuple[int, int, int]
 
 
 class PostOffice:
-    """Where all threads of one world leave and find their messages."""
+    """Where all threads of one world leave and find their messages, and the board of that world."""
 
-    def __init__(self, timeout_seconds: float = 60) -> None:
-        self.timeout_seconds = timeout_seconds
-        self.closed = threading.Event()
-        self._boxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+    def __init__(self) -> None:
+        self._boxes: dict[_Route, queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self._statuses: dict[int, Status] = {}
+        self._letter: Letter | None = None
         self._lock = threading.Lock()
 
-    def box(self, sender: int, receiver: int, tag: int) -> queue.SimpleQueue[Tensor]:
+    def box(self, route: _Route) -> queue.SimpleQueue[Tensor]:
+        """The box of one sender, receiver and tag."""
         with self._lock:
-            return self._boxes[sender, receiver, tag]
+            return self._boxes[route]
 
-    def collect(self, sender: int, receiver: int, tag: int) -> Tensor:
-        """The message, once it is there. Raises `CommError` if its sender's world ended, or nothing came."""
-        box = self.box(sender, receiver, tag)
-        for _ in range(max(1, int(self.timeout_seconds / 0.05))):
-            try:
-                message = box.get(timeout=0.05)
-            except queue.Empty:
-                if self.closed.is_set():
-                    break
-                continue
-            with self._lock:
-                del self._boxes[sender, receiver, tag]
-            return message
-        raise CommError(f"Rank {receiver} waited for message {tag} from rank {sender}, and none came.")
+    def drop(self, route: _Route) -> None:
+        """A message was fetched; its box goes, unless another one is in it."""
+        with self._lock:
+            if self._boxes[route].empty():
+                del self._boxes[route]
+
+    # -- the board --------------------------------------------------------------------------------------
+
+    def publish(self, status: Status) -> None:
+        self._statuses[status.rank] = status
+
+    def read(self, rank: int) -> Status | None:
+        return self._statuses.get(rank)
+
+    def letter(self) -> Letter | None:
+        return self._letter
+
+    def claim(self, letter: Letter) -> Letter:
+        with self._lock:
+            self._letter = self._letter or letter
+            return self._letter
+
+    def leave(self, size: int) -> None:
+        """The board goes with the office."""
 
 
 class ThreadTransport:
@@ -46,23 +61,37 @@ class ThreadTransport:
     def __init__(self, office: PostOffice, rank: int) -> None:
         self._office = office
         self._rank = rank
+        self._is_cut = threading.Event()
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        self._office.box(self._rank, rank, tag).put(tensor.detach().clone())
+        self._office.box((self._rank, rank, tag)).put(tensor.detach().clone())
         return Done()
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        return _Expected(self._office, tensor, rank, self._rank, tag)
+        return _Expected(self._office, tensor, (rank, self._rank, tag), self._is_cut)
+
+    def cut(self) -> None:
+        self._is_cut.set()
 
     def close(self) -> None:
         """The office belongs to whoever made the threads."""
 
 
 class _Expected:
-    def __init__(self, office: PostOffice, tensor: Tensor, sender: int, receiver: int, tag: int) -> None:
+    def __init__(self, office: PostOffice, tensor: Tensor, route: _Route, is_cut: threading.Event) -> None:
         self._office = office
         self._tensor = tensor
-        self._route = (sender, receiver, tag)
+        self._route = route
+        self._is_cut = is_cut
 
     def wait(self) -> None:
-        self._tensor.detach().copy_(self._office.collect(*self._route))
+        box = self._office.box(self._route)
+        while True:
+            try:
+                message = box.get(timeout=_POLL_SECONDS)
+                break
+            except queue.Empty:
+                if self._is_cut.is_set():
+                    raise LinkError(self._route[0], f"Nothing came from rank {self._route[0]}.") from None
+        self._office.drop(self._route)
+        self._tensor.detach().copy_(message)

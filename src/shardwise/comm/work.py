@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from shardwise.errors import CommError
+
+class LinkError(Exception):
+    """A message to or from `rank` failed. Inside this package only: `Journal.failure` makes a `CommError` of it."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(why)
+        self.rank = rank
 
 
 class Work(Protocol):
@@ -30,10 +36,7 @@ class Pending:
 
     def wait(self) -> None:
         for message in self._messages:
-            try:
-                message.wait()
-            except RuntimeError as error:
-                raise CommError(f"A message between ranks did not arrive: {error}") from error
+            message.wait()
         self._messages = ()
         if self._finish is not None:
             self._finish()

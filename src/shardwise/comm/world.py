@@ -11,15 +11,24 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from shardwise.comm.collectives import Collectives, Group
+from shardwise.comm import compat
+from shardwise.comm.board import Board, StoreBoard
+from shardwise.comm.collectives import Collectives
 from shardwise.comm.gloo import GlooTransport
+from shardwise.comm.group import Group
+from shardwise.comm.journal import Journal
 from shardwise.comm.nccl import Nccl
 from shardwise.comm.pairwise import Pairwise, Transport
+from shardwise.comm.sockets import opened_inside
+from shardwise.comm.watch import Watch
 from shardwise.comm.work import Done, Work
 from shardwise.errors import CommError, ConfigError
 from shardwise.mesh import Mesh
 
 EVERYBODY = "world"
+TIMEOUT_SECONDS = 600
+PATIENCE_SECONDS = 10
+_LATER_SECONDS = 10
 
 
 class World:
@@ -29,32 +38,75 @@ class World:
     without one it is a world of one.
     """
 
-    def __init__(self, rank: int, size: int, transport: Transport, *, nccl: Nccl | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        transport: Transport,
+        *,
+        board: Board | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        """`board` is where ranks tell each other how they fare; without one a fault is told by the transport alone."""
         self.rank = rank
         self.size = size
-        self._host = Pairwise(transport)
-        self._nccl = nccl
-        self._owns_process_group = False
+        self.journal = Journal(rank)
+        self._host = Pairwise(transport, self.journal)
+        self._nccl: Nccl | None = None
+        self._process_groups: list[dist.ProcessGroup | None] = []
+        self._watch: Watch | None = None
+        if board is not None and size > 1:
+            self._watch = Watch(
+                self.journal,
+                size,
+                board,
+                self._cut,
+                patience_seconds=patience_seconds,
+                timeout_seconds=timeout_seconds,
+            )
 
     @classmethod
-    def join(cls, timeout_seconds: float = 600, environment: Mapping[str, str] | None = None) -> World:
+    def join(
+        cls,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        environment: Mapping[str, str] | None = None,
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> World:
         """Meet the other ranks. All ranks call; returns when all have come.
 
         A process group that is there already is used and left open by `close`. `timeout_seconds` bounds
-        this meeting and every later message. Raises `CommError` if the ranks do not meet and
-        `ConfigError` if the environment makes no sense.
+        this meeting, and later how long one rank may keep the others waiting; after `patience_seconds` of
+        waiting they say for whom. Raises `CommError` if the ranks do not meet and `ConfigError` if the
+        environment makes no sense.
         """
         env = os.environ if environment is None else environment
-        owns = False
-        if not dist.is_initialized():
+        owns = not dist.is_initialized()
+        if owns:
             rank, size = _place(env)
             if size == 1 and "MASTER_ADDR" not in env:
                 return cls(0, 1, _Nobody())
-            _open_process_group(rank, size, env, timeout_seconds)
-            owns = True
-        world = cls(dist.get_rank(), dist.get_world_size(), _gloo(), nccl=_nccl(env, timeout_seconds))
-        world._owns_process_group = owns
+        with opened_inside() as sockets:
+            # gloo's own timeout closes connections and names nobody: the watch is to be there before it
+            gloo = _open_process_group(rank, size, env, timeout_seconds + _LATER_SECONDS) if owns else _beside()
+        world = cls(
+            dist.get_rank(),
+            dist.get_world_size(),
+            GlooTransport(gloo, sockets),
+            board=_board(dist.get_world_size()),
+            timeout_seconds=timeout_seconds,
+            patience_seconds=patience_seconds,
+        )
+        world._process_groups = [None if owns else gloo]
+        if _has_gpu(env):
+            world._nccl = Nccl(_world_group(), _gpu(env), world.journal)
         return world
+
+    def be_patient(self, seconds: float) -> None:
+        """How long this rank waits for others before it says so."""
+        if self._watch is not None:
+            self._watch.patience_seconds = seconds
 
     def collectives(self, device: torch.device) -> Collectives:
         """What moves tensors that lie on `device`."""
@@ -96,20 +148,30 @@ class World:
         """Return once every rank has called."""
         self.exchange(b"")
 
-    def close(self) -> None:
-        """Leave. Nothing may be on its way. May be called twice."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave. Nothing may be on its way, unless `error` is why: then the other ranks raise too, and name it.
+
+        May be called twice.
+        """
+        watch, self._watch = self._watch, None  # they know each other: no collector should be needed to part them
+        if watch is not None:
+            watch.close(error)
         self._host.close()
         if self._nccl is not None:
             self._nccl.close()
-        if self._owns_process_group:
-            self._owns_process_group = False
-            dist.destroy_process_group()
+        while self._process_groups:
+            dist.destroy_process_group(self._process_groups.pop())
+
+    def _cut(self) -> None:
+        self._host.cut()
+        if self._nccl is not None:
+            self._nccl.cut()
 
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
 
 class _Nobody:
@@ -120,6 +182,9 @@ class _Nobody:
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:  # noqa: ARG002
         return Done()
+
+    def cut(self) -> None:
+        return
 
     def close(self) -> None:
         return
@@ -138,7 +203,7 @@ def _place(env: Mapping[str, str]) -> tuple[int, int]:
     return rank, size
 
 
-def _open_process_group(rank: int, size: int, env: Mapping[str, str], timeout_seconds: float) -> None:
+def _open_process_group(rank: int, size: int, env: Mapping[str, str], timeout_seconds: float) -> dist.ProcessGroup:
     """gloo for what lies on the host, and NCCL beside it where there are GPUs.
 
     Keys carry the attempt: after a restart nobody reads what a dead generation wrote.
@@ -169,6 +234,7 @@ def _open_process_group(rank: int, size: int, env: Mapping[str, str], timeout_se
             f"Rank {rank} of {size} could not meet the others at {host}:{port}: {error}. Is the address right, "
             f"is the port free on rank 0's machine, and have all {size} ranks been started?"
         ) from error
+    return _world_group()
 
 
 def _has_gpu(env: Mapping[str, str]) -> bool:
@@ -188,12 +254,13 @@ def _world_group() -> dist.ProcessGroup:
     return group
 
 
-def _gloo() -> GlooTransport:
-    """The host side of the process group that is there, or a gloo group beside it."""
-    if dist.get_backend(_world_group()) == "gloo" or "cpu:gloo" in dist.get_backend_config():
-        return GlooTransport(_world_group())
-    return GlooTransport(dist.new_group(backend="gloo"))
+def _beside() -> dist.ProcessGroup:
+    """A gloo group beside the process group that is there: one of our own, which a fault may break."""
+    _world_group()
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
-def _nccl(env: Mapping[str, str], timeout_seconds: float) -> Nccl | None:
-    return Nccl(_world_group(), _gpu(env), timeout_seconds) if _has_gpu(env) else None
+def _board(size: int) -> StoreBoard | None:
+    store = compat.another_connection()
+    return StoreBoard(store, size) if store is not None else None

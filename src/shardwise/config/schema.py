@@ -131,6 +131,13 @@ class Plan(Strict):
     )
     sync_buffers: bool = Field(default=True, description="after each step all ranks take rank 0's changed buffers")
 
+    patience_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="how long a rank waits for others before it says so; default: the world's, 10",
+    )
+
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def origin(self, path: str) -> str:

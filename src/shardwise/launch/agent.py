@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -65,7 +66,7 @@ class Agent(SimpleElasticAgent):
         self.attempt = -1
         self.num_killed = 0
         self._job = job
-        self._store_port = store.port
+        self._launcher_store = store
         self._folder = folder
         self._signals = signals
         self._on_cpu = on_cpu
@@ -96,7 +97,7 @@ class Agent(SimpleElasticAgent):
             rank=rank,
             nproc=self._job.nproc,
             address=ADDRESS,
-            port=self._store_port,
+            port=self._launcher_store.port,
             inherited=os.environ,
             threads=self._job.threads,
             on_cpu=self._on_cpu,
@@ -137,7 +138,10 @@ class Agent(SimpleElasticAgent):
         self._ranks.wait(self._job.grace_seconds, hurry)
         self.num_killed = self._ranks.kill()
         self._ranks.kill_children()
-        self.outcomes = self._ranks.outcomes()
+        self.outcomes = [
+            replace(outcome, last_words=self._launcher_store.last_words(outcome.rank, self.attempt))
+            for outcome in self._ranks.outcomes()
+        ]
         self._echo.close()
         self._folder.add_tracebacks(self.attempt, self.outcomes)
 

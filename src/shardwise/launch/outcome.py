@@ -15,7 +15,8 @@ class Outcome:
 
     `exit_code` is negative for a signal, as in `subprocess`. `sent` is the last signal that the
     launcher had sent before the rank ended. `time` (seconds since the epoch) is when the exception
-    was recorded, or else when the rank was last seen alive: see [Note: who failed first].
+    was recorded, or else when the rank was last seen alive: see [Note: who failed first]. `last_words` is
+    what the rank was doing when it last told the others.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class Outcome:
     summary: str = ""
     traceback: str = ""
     recorded: bool = False
+    last_words: str = ""
 
     @property
     def failed(self) -> bool:

@@ -23,6 +23,8 @@ def letter(outcomes: list[Outcome], logs: Path | None = None) -> str:
         return "the job did not finish, and no rank says why."
     code = f", with exit code {first.status}" if first.raised else ""
     parts = [f"rank {first.rank} of {len(outcomes)} failed first{code}: it {_manner(first)}."]
+    if first.last_words and not first.raised:
+        parts.append(f"Last it said: {first.last_words}.")
     if first.traceback.strip():
         parts.append(first.traceback.strip())
     others = [f"rank {other.rank} {_fate(other)}." for other in outcomes if other is not first]

@@ -11,6 +11,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from shardwise.comm import last_words
 from shardwise.launch.port import ADDRESS
 
 
@@ -49,6 +50,13 @@ class LauncherStore(RendezvousHandler):
         for key in self._store.list_keys():
             self._store.delete_key(key)
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(ADDRESS, self._port))
+
+    def last_words(self, rank: int, attempt: int) -> str:
+        """What `rank` was doing when it last told the others; `""` if it never did."""
+        try:
+            return last_words(self._store, rank, f"attempt-{attempt}")
+        except RuntimeError:
+            return ""
 
     def get_backend(self) -> str:
         """A name for elastic's events."""

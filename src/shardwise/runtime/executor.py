@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from shardwise.comm import Collectives, Group
-from shardwise.errors import CommError, ProgramError
+from shardwise.comm import Collectives, Group, Journal
+from shardwise.errors import ProgramError
 from shardwise.program import Action, Block, Moment, Program
 from shardwise.runtime.mover import Mover
 from shardwise.storage import Flat
@@ -20,26 +20,30 @@ Call = Callable[[], None]
 class BoundBlock:
     """A moment, and the calls that are due at it."""
 
-    def __init__(self, block: Block, calls: Sequence[Call], timeline: Timeline) -> None:
+    def __init__(self, block: Block, calls: Sequence[Call], journal: Journal, timeline: Timeline) -> None:
         self.moment = block.moment
+        self._journal = journal
         self._steps = tuple(zip(block.actions, calls, strict=True))
         self._timeline = timeline
 
     def run(self, *, frees: bool = True) -> None:
-        """Make the calls in order. A failure to communicate names the moment and the action.
+        """Make the calls in order, and say in the journal which: it is what a fault is explained by.
 
         Without `frees` what is whole stays so.
         """
-        for action, call in self._steps:
-            if not frees and action.verb == "free":
-                continue
-            try:
+        journal = self._journal
+        journal.moment = self.moment
+        try:
+            for action, call in self._steps:
+                if not frees and action.verb == "free":
+                    continue
+                journal.action = action
                 if self._timeline.is_on:
                     self._timed(action, call)
                 else:
                     call()
-            except CommError as error:
-                raise CommError(f"{self.moment}: '{action}' failed. {error}") from error
+        finally:
+            journal.action = None
 
     def _timed(self, action: Action, call: Call) -> None:
         """Make the call as a span of the host, known to the profiler of torch too; follow what it sends on its way."""
@@ -58,6 +62,7 @@ class Executor:
     def __init__(self, flats: Sequence[Flat], collectives: Collectives, groups: Mapping[str, Group]) -> None:
         self.timeline = Timeline()
         self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}
+        self.journal = collectives.journal
         self._common: dict[str, Callable[[Action], None]] = {}
 
     def provide(self, subject: str, call: Callable[[Action], None]) -> None:
@@ -82,7 +87,7 @@ class Executor:
             self._call(action, in_step=in_step, is_last=self._is_last(block, index, last_wait))
             for index, action in enumerate(block.actions)
         ]
-        return BoundBlock(block, calls, self.timeline)
+        return BoundBlock(block, calls, self.journal, self.timeline)
 
     def _is_last(self, block: Block, index: int, last_wait: Mapping[str, int]) -> bool:
         """Whether the wait at `index` ends its reduction: no further step of it starts in this block."""

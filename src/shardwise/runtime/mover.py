@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from shardwise.comm import Collectives, Group, Work
+from shardwise.errors import CommError
 from shardwise.placement import Axes
 from shardwise.program import Action, reduce_due, step_gradients
 from shardwise.storage import Flat, FullState, torch_dtype
@@ -27,6 +29,8 @@ class Mover:
         self.flat = flat
         self._collectives = collectives
         self._groups = groups
+        self._journal = collectives.journal
+        self._name = flat.name
         self._coordinate = {axis: group.index for axis, group in groups.items()}
         self._wire = torch_dtype(flat.spec.table.wire)
         self._spread: Axes = ()
@@ -62,6 +66,7 @@ class Mover:
 
     def _gather_over(self, axis: str) -> None:
         self._spread = tuple(other for other in self._spread if other != axis)
+        self._journal.subject = self._name
         self._arriving = self._collectives.all_gather(self._spanned(self.flat.full, self._spread), self._groups[axis])
 
     def wait_full(self) -> None:
@@ -79,6 +84,7 @@ class Mover:
             self._spread = table.optim.shard
         self._spread = tuple(other for other in self._spread if other != axis)
         span = self.flat.spec.layout.span(self._spread, self._coordinate).within(self.flat.param_span)
+        self._journal.subject = self._name
         self._arriving = self._collectives.all_gather(self.flat.param[span.start : span.stop], self._groups[axis])
         if set(self._spread) == set(table.param.shard):
             self._spread = ()
@@ -93,17 +99,20 @@ class Mover:
         for axis in reversed(self.flat.spec.table.order):
             if axis in shard:
                 shard = tuple(other for other in shard if other != axis)
+                self._journal.subject = self._name
                 self._collectives.all_gather(self._spanned(whole, shard), self._groups[axis]).wait()
 
     def broadcast_full(self) -> None:
         """Give all ranks rank 0's whole buffer: along each axis from the ranks that have it; blocks."""
         for axis in self.flat.spec.table.axes:
             group = self._groups[axis]
+            self._journal.subject = self._name
             self._collectives.broadcast(self.flat.full, group.ranks[0], group).wait()
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank of this buffer's axes."""
         for axis in self.flat.spec.table.axes:
+            self._journal.subject = self._name
             flag = b"1" in self._collectives.exchange(b"1" if flag else b"0", self._groups[axis])
         return flag
 
@@ -133,9 +142,11 @@ class Mover:
         group, source = self._groups[action.over], reduction.current
         if action.verb == "reduce_scatter":
             out = torch.empty(source.numel() // len(group.ranks), dtype=dtype, device=source.device)
+            self._journal.subject = self._name
             work = self._collectives.reduce_scatter(out, source, group, self._wire)
         else:
             out = source if source.dtype == dtype else torch.empty_like(source, dtype=dtype)
+            self._journal.subject = self._name
             work = self._collectives.all_reduce(out, source, group, self._wire)
         reduction.start(out, work, self._staging_bytes(source, group))
 
@@ -168,12 +179,14 @@ class Mover:
             self.flat.keep_due(grad)
 
     def abandon(self) -> None:
-        """Wait for whatever is on its way and forget it."""
+        """Wait for whatever is on its way and forget it. What will never come has been complained about already."""
         if self._arriving is not None:
-            self._arriving.wait()
+            with suppress(CommError):
+                self._arriving.wait()
             self._arriving = None
         if self._reduction is not None:
-            self._reduction.wait()
+            with suppress(CommError):
+                self._reduction.wait()
             self._reduction.release()
             self._reduction = None
         self._spread = ()

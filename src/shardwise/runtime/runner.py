@@ -15,6 +15,7 @@ through on any of them. What still arrives afterwards is found by the verdict of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
@@ -126,6 +127,7 @@ class Runner:
 
     def leave_root(self, *, raised: bool) -> None:
         if raised:
+            self._executor.journal.note(sys.exc_info()[1])
             self.recover()
             return
         self._look_away()
@@ -186,6 +188,7 @@ class Runner:
         self.free_all()
         if not self._training.is_finished():
             self._learn()
+        self._executor.journal.num_backwards += 1
         self._in_pass = self._is_wiser = False
         for names in (self._open_backwards, self._kept, self._lasting, self._through):
             names.clear()
@@ -385,6 +388,8 @@ class Runner:
 
     def after_step(self) -> None:
         """New parameters to where they rest; gradients are used up."""
+        self._executor.journal.num_backwards = 0
+        self._executor.journal.note(None)
         self._step[AFTER_STEP].run()
         for unit in self.units:
             for flat in unit.flats:

@@ -1,0 +1,237 @@
+"""What this rank is doing, in a few plain attributes that another thread may read at any time.
+
+[Note: tags] Along each line of ranks a tag is carried from collective to collective: a checksum of every
+collective that this rank has entered there, by verb, subject, dtype and length. Two ranks whose histories agree
+have equal tags, and two that disagreed once never have again. Messages between ranks bear the tag, so that two
+different messages cannot meet, however alike they look; and the watch compares tags to tell a rank that
+contradicts the others from one that is merely late.
+
+What a collective is called in the text of errors (moment and action) is not part of the tag: a rank that left the
+recorded order, and gathers just in time what others gather ahead, still sends the same messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from shardwise.comm.group import Group
+from shardwise.comm.letter import Letter
+from shardwise.comm.status import Entered, Status, Track
+from shardwise.comm.work import LinkError, Work
+from shardwise.errors import CommError
+from shardwise.program import Action, Moment
+
+NUM_REMEMBERED = 32
+_TAGS = 2**31 - 1  # gloo's are not negative, and have 32 bits
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = str(Path(torch.__file__).parent)
+_STANDARD = (threading.__file__, contextlib.__file__)
+_COLLECTIVES = ("comm/pairwise.py", "comm/nccl.py")
+_EXCHANGE = "World.exchange"  # which many call, for different ends
+_LineKey = tuple[str, int, int, int]
+# One is made for every collective: number, tag, action, what it is called without one, length, backwards.
+_Record = tuple[int, int, Action | None, str, int, int]
+
+
+class Line:
+    """What this rank has entered along one line of ranks."""
+
+    __slots__ = ("axis", "count", "ranks", "recent", "tag")
+
+    def __init__(self, axis: str, ranks: tuple[int, ...]) -> None:
+        self.axis = axis
+        self.ranks = ranks
+        self.count = 0
+        self.tag = zlib.crc32(f"{axis} {ranks}".encode()) & _TAGS
+        self.recent: deque[_Record] = deque(maxlen=NUM_REMEMBERED)
+
+    @property
+    def name(self) -> str:
+        return f"{self.axis} {self.ranks[0]}-{self.ranks[-1]}/{len(self.ranks)}"
+
+
+class Entry(NamedTuple):
+    """One collective of one line, by its number."""
+
+    line: Line
+    number: int
+    tag: int
+
+
+class Journal:
+    """Written by the thread that computes, read by the watch. Nothing here locks, blocks or talks to anybody."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.moment: Moment | None = None
+        """Where the program has come to."""
+        self.action: Action | None = None
+        """What it is doing there; `None` between two moments."""
+        self.subject = ""
+        """What the next collective is about: the name of a flat buffer. Used up by it."""
+        self.num_backwards = 0
+        """Backwards since the last optimizer step. Part of the tag: where gradients wait at home until the step, a
+        backward left out would go unnoticed otherwise."""
+        self.error = ""
+        """The exception that cut the last forward short, in words."""
+        self.waiting: Entry | None = None
+        self.device_wait: Callable[[], Entry | None] | None = None
+        """Asks the device what it waits for; the host does not know where kernels wait for each other."""
+        self.letter: Letter | None = None
+        """What went wrong. Once it is set, nothing more can be sent."""
+        self.explain: Callable[[LinkError], CommError] | None = None
+        """Finds out why a link broke; blocks while it asks the other ranks."""
+        self._thread_id = threading.get_ident()
+        self._lines: dict[_LineKey, Line] = {}
+        self._codes: dict[tuple[str, str, torch.dtype], int] = {}
+
+    # -- what the computing thread calls ----------------------------------------------------------------
+
+    def enter(self, verb: str, group: Group, numel: int, dtype: torch.dtype) -> Entry:
+        """Note that this rank starts a collective, and give it its tag. Raises `FaultError` after a fault."""
+        if self.letter is not None:
+            raise self.letter.error()
+        ranks = group.ranks
+        key = (group.axis, ranks[0], ranks[-1], len(ranks))
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Line(group.axis, ranks)
+        subject, action = self.subject, self.action
+        self.subject = call = ""
+        if action is None:
+            caller, call = _calls()
+            subject = subject or caller
+        code = self._codes.get((verb, subject, dtype))
+        if code is None:
+            code = self._codes[verb, subject, dtype] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
+        number = line.count + 1
+        tag = (line.tag * 1_000_003 + code + numel + self.num_backwards * 7_919) & _TAGS
+        line.recent.append((number, tag, action, call, numel, self.num_backwards))
+        line.tag, line.count = tag, number
+        return Entry(line, number, tag)
+
+    def note(self, error: BaseException | None) -> None:
+        """A forward raised. Whoever catches that goes on; if the other ranks did not, this is what they must know."""
+        self.error = in_words(error) if error is not None else ""
+
+    def failure(self, error: LinkError) -> CommError:
+        """The error to raise for a link that broke: the letter, if there is or soon will be one."""
+        if self.letter is not None:
+            return self.letter.error()
+        return self.explain(error) if self.explain is not None else CommError(str(error))
+
+    # -- what the watch calls ---------------------------------------------------------------------------
+
+    def awaited(self) -> Entry | None:
+        """What this rank cannot go on without."""
+        if self.waiting is not None or self.device_wait is None:
+            return self.waiting
+        return self.device_wait()
+
+    def ranks_of(self, line: str) -> tuple[int, ...]:
+        return next(found.ranks for found in tuple(self._lines.values()) if found.name == line)
+
+    def progress(self) -> tuple[object, ...]:
+        """Changes whenever this rank has done something."""
+        return (self.moment, self.action, self.awaited(), *(line.count for line in tuple(self._lines.values())))
+
+    def status(self, beat: int, seconds: float) -> Status:
+        """What the other ranks may know; `seconds` is for how long nothing has changed."""
+        entry = self.awaited()
+        call, place = _where(self._thread_id)
+        action, moment = self.action, self.moment
+        if entry is not None:
+            record = next((found for found in tuple(entry.line.recent) if found[0] == entry.number), None)
+            action = record[2] if record is not None else None
+        return Status(
+            rank=self.rank,
+            beat=beat,
+            state="computing" if entry is None else "waiting",
+            moment=str(moment or ""),
+            unit=moment.unit if moment is not None else "",
+            doing=str(action or ""),
+            call=call,
+            place=place,
+            seconds=seconds,
+            error=self.error,
+            awaited=(entry.line.name, entry.number, entry.line.ranks) if entry is not None else None,
+            tracks={line.name: _track(line) for line in tuple(self._lines.values())},
+        )
+
+
+def in_words(error: BaseException) -> str:
+    """`ValueError: a bad batch`"""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Awaited:
+    """Says in the journal that this rank waits, while it does."""
+
+    __slots__ = ("_entry", "_journal", "_work")
+
+    def __init__(self, journal: Journal, entry: Entry, work: Work) -> None:
+        self._journal = journal
+        self._entry = entry
+        self._work = work
+
+    def wait(self) -> None:
+        journal = self._journal
+        journal.waiting = self._entry
+        try:
+            self._work.wait()
+        except LinkError as error:
+            raise journal.failure(error) from error
+        finally:
+            journal.waiting = None
+
+
+def _track(line: Line) -> Track:
+    records = tuple(line.recent)
+    return Track(
+        line.count,
+        tuple(
+            Entered(number, tag, f"'{action}'" if action is not None else call, numel, num_backwards)
+            for number, tag, action, call, numel, num_backwards in records
+        ),
+    )
+
+
+def _calls() -> tuple[str, str]:
+    """For a collective outside any program: the function that entered it, and the one the user called (`save()`)."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        frame.f_code.co_filename.endswith(_COLLECTIVES) or frame.f_code.co_qualname == _EXCHANGE
+    ):
+        frame = frame.f_back
+    inner = outer = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        outer = frame.f_code.co_name
+        inner = inner or outer
+        frame = frame.f_back
+    return inner or "exchange", f"{outer or 'exchange'}()"
+
+
+def _where(thread_id: int) -> tuple[str, str]:
+    """The library's function that a thread is in, and the line of the user's code: `("save()", "train.py:41")`."""
+    frame = sys._current_frames().get(thread_id)
+    call = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            call = f"{frame.f_code.co_name}()"
+        elif not file.startswith((_TORCH, *_STANDARD, "<")):
+            return call, f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return call, ""

@@ -1,0 +1,225 @@
+"""What the ranks' reports come to: is a rank at fault, or only late? Pure functions of what they say.
+
+[Note: late or wrong] A rank that computes may do so for as long as it likes (it saves, evaluates, compiles, sits in a
+debugger): others wait for it, and after a while somebody says so. It is a fault, and the end of the world, if
+
+- two ranks have entered different collectives under one number of one line (a contradiction: it never heals);
+- ranks wait for each other in a circle, each for what another has not entered (a deadlock: nor does that);
+- a rank that others wait for has raised or ended, or its connection broke and it is heard of no more;
+- a rank has kept others waiting for longer than the world's timeout.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.comm.letter import Letter
+from shardwise.comm.status import Entered, Status
+
+Read = Callable[[int], Status | None]
+_MOST_TOLD = 8
+_SAME = "All ranks must call the same modules, backwards, steps and engine methods, in one order, with the same shapes."
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """`status` has not entered what `waiting` ranks wait for; `None` if it was never heard of."""
+
+    rank: int
+    status: Status | None
+    waiting: tuple[Status, ...]
+
+    def text(self, silent_seconds: float) -> str:
+        """One line; `silent_seconds` is for how long the rank has not been heard of."""
+        waiting = "; ".join(str(status) for status in self.waiting[:_MOST_TOLD])
+        if self.status is None:
+            what = f"rank {self.rank} has not been heard of yet"
+        elif silent_seconds > self.status.seconds and silent_seconds > 1:
+            what = f"rank {self.rank} has not been heard of for {silent_seconds:.0f} s (stopped, or cut off): "
+            what += str(self.status)
+        else:
+            what = f"{self.status}, for {self.status.seconds:.0f} s"
+        return f"{what}. Because of it {waiting}"
+
+
+@dataclass(frozen=True)
+class Circle:
+    """Ranks that wait for each other, at one time. A fault if it is found again and none has moved."""
+
+    statuses: tuple[Status, ...]
+
+    @property
+    def places(self) -> tuple[tuple[int, object], ...]:
+        return tuple(sorted((status.rank, status.awaited) for status in self.statuses))
+
+    @property
+    def beats(self) -> dict[int, int]:
+        return {status.rank: status.beat for status in self.statuses}
+
+    def letter(self) -> Letter:
+        told = _told(self.statuses)
+        return _letter(
+            "deadlock",
+            tuple(status.rank for status in self.statuses),
+            f"Ranks wait for each other, each for what another one has not begun:{told}.\n{_SAME}",
+            self.statuses[0],
+        )
+
+
+@dataclass
+class _Peers:
+    """How the ranks that one rank waits for have fared."""
+
+    entered: list[Status] = field(default_factory=list)
+    late: list[Status] = field(default_factory=list)
+    unheard: list[int] = field(default_factory=list)
+
+
+def judge(mine: Status, read: Read) -> Letter | Circle | Lateness | None:
+    """Follow who waits for whom, beginning with `mine`; `None` if all is on its way."""
+    path = [mine]
+    while (awaited := path[-1].awaited) is not None:
+        line, number, ranks = awaited
+        peers = _ask(path[-1], line, number, ranks, read)
+        clash = contradiction([path[-1], *peers.entered, *peers.late], line)
+        if clash is not None:
+            return clash
+        gone = [status for status in peers.late if status.has_left]
+        gone += [status for status in peers.entered if status.state == "raised"]
+        if gone:
+            return departure(gone[0], [path[-1], *peers.entered, *peers.late])
+        waiting = (path[-1], *(status for status in peers.entered if status.awaited == awaited))
+        if peers.unheard:
+            return Lateness(peers.unheard[0], None, waiting)
+        computing = [status for status in peers.late if status.awaited is None]
+        if computing:
+            return Lateness(computing[0].rank, computing[0], waiting)
+        if not peers.late:
+            return None
+        following = peers.late[0]
+        for index, seen in enumerate(path):
+            if seen.rank == following.rank:
+                return Circle(tuple(path[index:]))
+        path.append(following)
+    return None
+
+
+def _ask(waiting: Status, line: str, number: int, ranks: Sequence[int], read: Read) -> _Peers:
+    peers = _Peers()
+    for rank in ranks:
+        if rank == waiting.rank:
+            continue
+        status = read(rank)
+        if status is None:
+            peers.unheard.append(rank)
+        elif status.count(line) < number:
+            peers.late.append(status)
+        else:
+            peers.entered.append(status)
+    return peers
+
+
+def contradiction(statuses: Sequence[Status], line: str) -> Letter | None:
+    """A letter if two of the ranks have entered different collectives under one number of `line`."""
+    tags: dict[int, dict[int, int]] = {}
+    for status in statuses:
+        for entered in status.tracks[line].recent if line in status.tracks else ():
+            tags.setdefault(entered.number, {})[status.rank] = entered.tag
+    clashes = [number for number in tags if len(set(tags[number].values())) > 1]
+    if not clashes:
+        return None
+    number = min(clashes)
+    there = {status.rank: status.tracks[line].find(number) for status in statuses if status.rank in tags[number]}
+    blamed = _minority(tags[number])
+    first = next(status for status in statuses if status.rank in blamed)
+    before = f", right after {first.tracks[line].find(number - 1).text}" if number > 1 else ""
+    who = f"{_capital(_ranks(blamed))} contradict{'s' if len(blamed) == 1 else ''} the others"
+    if len(blamed) == len(there):
+        who = f"{_capital(_ranks(blamed))} contradict each other"
+    return _letter(
+        "contradiction",
+        blamed,
+        f"{who} in collective {number} over {line.partition(' ')[0]}{before}:{_told(statuses, _differences(there))}.\n"
+        f"{_SAME} Look for what is different on {_ranks(blamed)}.",
+        first,
+    )
+
+
+def _differences(there: dict[int, Entered]) -> dict[int, str]:
+    """What each rank has entered; where that reads alike, what else tells them apart."""
+    if len({entered.text for entered in there.values()}) > 1:
+        told = dict.fromkeys(there, "there")
+    elif len({entered.numel for entered in there.values()}) > 1:
+        told = {rank: f"there, of {entered.numel} elements" for rank, entered in there.items()}
+    else:
+        told = {
+            rank: f"there, {entered.num_backwards} backward(s) after the last step" for rank, entered in there.items()
+        }
+    return {rank: f"has {entered.text} {told[rank]}, and " for rank, entered in there.items()}
+
+
+def _minority(tags: dict[int, int]) -> tuple[int, ...]:
+    """The ranks that differ from what most have; all, if there is no such thing."""
+    (common, most), *_ = Counter(tags.values()).most_common()
+    has_majority = 2 * most > len(tags)
+    return tuple(sorted(rank for rank, tag in tags.items() if tag != common or not has_majority))
+
+
+def departure(gone: Status, others: Sequence[Status]) -> Letter:
+    """A rank has raised or ended, and others cannot go on without it."""
+    rest = sorted((status for status in others if status.rank != gone.rank), key=lambda status: status.rank)
+    told = _told(rest)
+    return _letter(gone.state, (gone.rank,), f"{_capital(str(gone))}.{f' Meanwhile:{told}.' if told else ''}", gone)
+
+
+def disappearance(rank: int, last: Status | None, why: str, mine: Status) -> Letter:
+    """A rank's connection broke, and it has said nothing since."""
+    seen = f" Last it said: {last}." if last is not None else " It never said anything."
+    return _letter(
+        "lost",
+        (rank,),
+        f"Rank {rank} is gone without a word (killed, or its machine is cut off).{seen} Found when {mine}: {why}",
+        last or Status(rank),
+    )
+
+
+def overdue(late: Lateness | None, mine: Status, silent_seconds: float, timeout_seconds: float) -> Letter:
+    """The world's timeout has passed while this rank waited."""
+    why = (
+        late.text(silent_seconds) if late is not None else f"{mine}, and all ranks have begun it: the network is stuck"
+    )
+    ranks = (late.rank,) if late is not None else ()
+    blamed = late.status if late is not None and late.status is not None else mine
+    return _letter("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {why}.", blamed)
+
+
+def _letter(kind: str, ranks: tuple[int, ...], text: str, blamed: Status) -> Letter:
+    return Letter(kind, ranks, text, unit=blamed.unit, action=blamed.doing)
+
+
+def _told(statuses: Sequence[Status], also: dict[int, str] | None = None) -> str:
+    """A line for each rank, indented."""
+    ordered = sorted(statuses, key=lambda status: status.rank)
+    lines = []
+    for status in ordered[:_MOST_TOLD]:
+        words = str(status).removeprefix(f"rank {status.rank} ")
+        has = (also or {}).get(status.rank, "")
+        if status.state == "waiting" and has.startswith(f"has '{status.doing}' there, and"):
+            has = ""  # it says so itself
+        lines.append(f"\n    rank {status.rank} {has}{words}")
+    if len(ordered) > _MOST_TOLD:
+        lines.append(f"\n    and {len(ordered) - _MOST_TOLD} more")
+    return ";".join(lines)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    names = [str(rank) for rank in ranks[:_MOST_TOLD]]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

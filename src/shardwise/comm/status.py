@@ -1,0 +1,102 @@
+"""What a rank tells the others about itself: plain data that survives a trip as text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+State = Literal["computing", "waiting", "raised", "ended"]
+
+
+class Entered(NamedTuple):
+    """A collective that a rank has entered: its number along the line, its tag, and what to call it."""
+
+    number: int
+    tag: int
+    text: str
+    numel: int = 0
+    num_backwards: int = 0
+    """Since the last optimizer step."""
+
+
+@dataclass(frozen=True)
+class Track:
+    """How many collectives a rank has entered along one line, and the last of them."""
+
+    count: int
+    recent: tuple[Entered, ...] = ()
+
+    def find(self, number: int) -> Entered:
+        """What was entered as `number`, if it is remembered."""
+        return next(
+            (entered for entered in self.recent if entered.number == number), Entered(number, 0, "one forgotten")
+        )
+
+
+@dataclass(frozen=True)
+class Status:
+    """One rank at one time.
+
+    `beat` counts its reports, `seconds` is for how long it has been where it is. `doing` is the action of the program
+    that it waits for or does, `call` the library's function that the user called, `place` the line where he did.
+    `awaited` is the line, the number and the ranks of the collective that it cannot go on without.
+    """
+
+    rank: int
+    beat: int = 0
+    state: State = "computing"
+    moment: str = ""
+    unit: str = ""
+    doing: str = ""
+    call: str = ""
+    place: str = ""
+    seconds: float = 0.0
+    error: str = ""
+    awaited: tuple[str, int, tuple[int, ...]] | None = None
+    tracks: dict[str, Track] = field(default_factory=dict)
+
+    @property
+    def has_left(self) -> bool:
+        return self.state in ("raised", "ended")
+
+    def count(self, line: str) -> int:
+        """How many collectives it has entered along `line`."""
+        return self.tracks[line].count if line in self.tracks else 0
+
+    def left(self, error: str) -> Status:
+        """The same rank once it is gone, with what it raised or `""`."""
+        return replace(self, state="raised" if error else "ended", error=error or self.error, awaited=None)
+
+    def to_json(self) -> str:
+        plain = {**self.__dict__, "tracks": {name: (t.count, t.recent) for name, t in self.tracks.items()}}
+        return json.dumps(plain, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Status:
+        plain = json.loads(text)
+        awaited = plain["awaited"]
+        plain["awaited"] = (awaited[0], awaited[1], tuple(awaited[2])) if awaited else None
+        plain["tracks"] = {
+            name: Track(count, tuple(Entered(*entered) for entered in recent))
+            for name, (count, recent) in plain["tracks"].items()
+        }
+        return cls(**plain)
+
+    def __str__(self) -> str:
+        """`rank 2 waits in 'before forward h.3' for 'gather h.3 param dp fp32 512 B' (train.py:41)`."""
+        at = f" ({self.place})" if self.place else ""
+        raised = f"; shortly before it raised {self.error}" if self.error and not self.has_left else ""
+        match self.state:
+            case "waiting" if self.doing:
+                return f"rank {self.rank} waits in '{self.moment}' for '{self.doing}'{at}{raised}"
+            case "waiting":
+                return f"rank {self.rank} waits in {self.call}{at}{raised}"
+            case "raised":
+                return f"rank {self.rank} raised {self.error}, {self._since()}"
+            case "ended":
+                return f"rank {self.rank} has ended, {self._since()}"
+        return f"rank {self.rank} computes, {self._since()}{at}{raised}"
+
+    def _since(self) -> str:
+        return f"last seen at '{self.moment}'" if self.moment else "before its first step"

@@ -1,0 +1,238 @@
+"""The watch: one thread per rank that tells the others how this rank fares, and ends waits that would never end.
+
+It wakes a few times a second, reads the journal, and reports to the board. While its rank waits it reads the reports
+of those it waits for (`judge.py` says what they come to). Whoever finds a fault first posts the letter; every watch
+finds it there, cuts its rank's links, so that the blocked thread wakes, and that thread raises the letter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from shardwise.comm.board import Board, BoardError
+from shardwise.comm.journal import Journal, in_words
+from shardwise.comm.judge import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
+from shardwise.comm.letter import Letter
+from shardwise.comm.status import Status
+from shardwise.comm.work import LinkError
+from shardwise.errors import CommError
+
+LONGEST_PERIOD_SECONDS = 0.5
+# A rank that raises says so before its connections close, but what it says may still be on its way.
+_LOST_AFTER_SECONDS = 0.4
+_HURRIED_PERIOD_SECONDS = 0.1
+_EXPLAINED_AFTER_SECONDS = 4 * LONGEST_PERIOD_SECONDS
+_log = logging.getLogger("shardwise")
+
+
+class Watch:
+    """Watches over the rank whose thread makes it. `close()` it."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        size: int,
+        board: Board,
+        cut: Callable[[], None],
+        *,
+        patience_seconds: float,
+        timeout_seconds: float,
+    ) -> None:
+        """`cut` breaks this rank's links, from any thread."""
+        self.patience_seconds = patience_seconds
+        self._journal = journal
+        self._size = size
+        self._board = board
+        self._cut = cut
+        self._timeout_seconds = timeout_seconds
+        self._owner = threading.current_thread()
+        self._pid = os.getpid()
+        self._beat = 0
+        self._progress: tuple[object, ...] = ()
+        self._since = time.monotonic()
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._circle: Circle | None = None
+        self._lost: LinkError | None = None
+        self._lost_since = 0.0
+        self._warn_after_seconds = patience_seconds
+        self._closing = False
+        self._wake = threading.Event()
+        self._told = threading.Event()
+        self._publish()
+        journal.explain = self._explain
+        self._thread = threading.Thread(target=self._run, name=f"shardwise-watch-{journal.rank}", daemon=True)
+        self._thread.start()
+        if self._owner is threading.main_thread():
+            atexit.register(self._at_exit)
+
+    @property
+    def _period_seconds(self) -> float:
+        return max(0.01, min(LONGEST_PERIOD_SECONDS, self.patience_seconds / 8))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Say that this rank has ended, or what it raised, and stop. May be called twice."""
+        if self._closing or os.getpid() != self._pid:
+            return
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+        self._journal.explain = None
+        atexit.unregister(self._at_exit)
+        try:
+            self._say_farewell(error)
+            self._board.leave(self._size)
+        except BoardError:
+            return  # nobody is left to be told
+
+    def _say_farewell(self, error: BaseException | None) -> None:
+        said = in_words(error) if error is not None else ""
+        status = self._journal.status(self._beat + 1, self._seconds()).left(said)
+        self._board.publish(status)
+        if error is not None and self._journal.letter is None:
+            self._board.claim(departure(status, ()))
+
+    def _at_exit(self) -> None:
+        """The script is over, and nobody closed this rank's world."""
+        if os.getpid() != self._pid:
+            return  # a forked child; its parent speaks for the rank
+        error = getattr(sys, "last_value", None)
+        self.close(error)
+        if error is not None:
+            time.sleep(2 * self._period_seconds)  # the board may be kept by this process: let the others read it
+
+    # -- the watch's own thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._journal.letter is None:
+            self._wake.wait(self._period_seconds if self._lost is None else _HURRIED_PERIOD_SECONDS)
+            self._wake.clear()
+            if self._closing:
+                return
+            try:
+                self._look()
+            except BoardError as error:
+                self._look_alone(str(error))
+
+    def _look(self) -> None:
+        letter = self._board.letter()
+        if letter is not None:
+            self._deliver(letter)
+            return
+        if not self._owner.is_alive():
+            is_script = self._owner is threading.main_thread()
+            self._say_farewell(getattr(sys, "last_value", None) if is_script else None)
+            self._closing = True
+            return
+        moved = self._journal.progress()
+        is_still = moved == self._progress
+        if not is_still:
+            self._progress, self._since = moved, time.monotonic()
+            self._warn_after_seconds, self._circle = self.patience_seconds, None
+        mine = self._publish()
+        if self._lost is not None:
+            letter = self._trace(mine, self._lost)
+        elif mine.awaited is not None and is_still:
+            letter = self._inquire(mine)
+        elif self._journal.device_wait is not None:
+            letter = self._compare(mine)
+        if letter is not None:
+            self._deliver(self._board.claim(letter))
+
+    def _publish(self) -> Status:
+        self._beat += 1
+        status = self._journal.status(self._beat, self._seconds())
+        self._board.publish(status)
+        return status
+
+    def _inquire(self, mine: Status) -> Letter | None:
+        """This rank waits: for whom, and is that a fault?"""
+        finding = judge(mine, self._read)
+        if isinstance(finding, Letter):
+            # two that differ do not say which of them is odd; the others' reports may
+            is_settled = len(finding.ranks) == 1 or self._size == 2 or finding.kind != "contradiction"
+            return finding if is_settled or mine.seconds > 4 * self._period_seconds else None
+        if isinstance(finding, Circle):
+            return self._confirmed(finding)
+        if mine.seconds > self._timeout_seconds:
+            silent = self._silent_seconds(finding.rank) if finding is not None else 0.0
+            return overdue(finding, mine, silent, self._timeout_seconds)
+        if isinstance(finding, Lateness) and mine.seconds > self._warn_after_seconds:
+            self._warn(finding)
+        return None
+
+    def _confirmed(self, circle: Circle) -> Letter | None:
+        """Reports are not all of one time. A circle found twice, whose ranks have all reported in between, is one."""
+        before, self._circle = self._circle, circle
+        if before is None or before.places != circle.places:
+            return None
+        if any(circle.beats[rank] == beat for rank, beat in before.beats.items()):
+            self._circle = before
+            return None
+        return circle.letter()
+
+    def _warn(self, late: Lateness) -> None:
+        """One line, from the lowest of the ranks that wait, and more seldom the longer it lasts."""
+        self._warn_after_seconds *= 2
+        if self._journal.rank == min(status.rank for status in late.waiting):
+            _log.warning("%s", late.text(self._silent_seconds(late.rank)))
+
+    def _compare(self, mine: Status) -> Letter | None:
+        """Where messages bear no tag, two that differ may meet unnoticed: compare histories with a neighbour."""
+        for line, track in mine.tracks.items():
+            ranks = self._journal.ranks_of(line)
+            neighbour = ranks[(ranks.index(mine.rank) + 1) % len(ranks)]
+            status = self._read(neighbour) if track.count and neighbour != mine.rank else None
+            letter = contradiction([mine, status], line) if status is not None else None
+            if letter is not None:
+                return letter
+        return None
+
+    def _trace(self, mine: Status, lost: LinkError) -> Letter | None:
+        """The link to a rank broke. It may have said why; if it says nothing more, it is gone."""
+        last = self._read(lost.rank)
+        if last is not None and last.has_left:
+            return departure(last, [mine])
+        if time.monotonic() - self._lost_since < _LOST_AFTER_SECONDS:
+            return None
+        return disappearance(lost.rank, last, str(lost), mine)
+
+    def _look_alone(self, why: str) -> None:
+        """The board is gone. What can be known without it is that a link broke, or that time is up."""
+        mine = self._journal.status(self._beat, self._seconds())
+        if self._lost is not None:
+            self._deliver(disappearance(self._lost.rank, None, f"{self._lost} The store is gone too: {why}", mine))
+        elif mine.awaited is not None and mine.seconds > self._timeout_seconds:
+            self._deliver(overdue(None, mine, 0.0, self._timeout_seconds))
+
+    def _deliver(self, letter: Letter) -> None:
+        self._journal.letter = letter
+        self._cut()
+        self._told.set()
+
+    def _read(self, rank: int) -> Status | None:
+        status = self._board.read(rank)
+        if status is not None and self._heard.get(rank, (0, 0.0))[0] != status.beat:
+            self._heard[rank] = (status.beat, time.monotonic())
+        return status
+
+    def _silent_seconds(self, rank: int) -> float:
+        return time.monotonic() - self._heard[rank][1] if rank in self._heard else 0.0
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._since
+
+    # -- the rank's own thread --------------------------------------------------------------------------
+
+    def _explain(self, error: LinkError) -> CommError:
+        """Why a link broke. Blocks until the watch knows, for a few of its periods."""
+        self._lost, self._lost_since = error, time.monotonic()
+        self._wake.set()
+        self._told.wait(_EXPLAINED_AFTER_SECONDS)
+        letter = self._journal.letter
+        return letter.error() if letter is not None else CommError(str(error))

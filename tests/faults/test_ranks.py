@@ -1,0 +1,230 @@
+"""Ranks that disagree, leave or are late, on threads: every rank raises one letter, or nothing happens at all."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import FaultError
+from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
+
+NUM_RANKS = 3
+PRESETS = ["ddp", "zero1", "zero2", "zero3", "zero3-kept"]
+NO_FAULT: Fault = lambda *_: False  # noqa: E731
+Outcome = list[float] | FaultError
+
+
+class Stack(nn.Module):
+    """Four blocks, one of which can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.skips = False
+        self.inside: Callable[[], object] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if index == 2:
+                self.inside()
+            if not (self.skips and index == 2):
+                x = block(x)
+        return x
+
+
+def train(
+    fault: Fault,
+    preset: str = "zero3",
+    *,
+    also: Callable[[sw.Engine, int], object] | None = None,
+    catches: tuple[type[BaseException], ...] = (),
+    timeout_seconds: float = 30,
+) -> list[Outcome]:
+    """Losses of five steps, or the fault, by rank. `also` is called before each step."""
+    torch.manual_seed(0)
+    start = Stack()
+    replicas = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
+
+    def rank(world: sw.World) -> Outcome:
+        model = replicas[world.rank]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        plan = {"preset": preset, "units": {"class": "Linear"}, "patience_seconds": 0.3}
+        losses = []
+        with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+            try:
+                for step in range(5):
+                    model.skips = fault(world.rank, step, "block")
+                    model.inside = partial(fault, world.rank, step, "inside")
+                    try:
+                        fault(world.rank, step, "forward")
+                        loss = engine(torch.ones(2, 8)).square().mean()
+                        if not fault(world.rank, step, "backward"):
+                            engine.backward(loss)
+                    except catches:
+                        continue
+                    if also is not None:
+                        also(engine, step)
+                    if not fault(world.rank, step, "step"):
+                        engine.step()
+                    losses.append(loss.item())
+            except FaultError as error:
+                with pytest.raises(FaultError, match="start the job again"):
+                    engine.any_rank(False)  # refused, in the same words
+                return error
+        return losses
+
+    return run_ranks(NUM_RANKS, rank, patience_seconds=0.3, timeout_seconds=timeout_seconds)
+
+
+def the_letter(outcomes: list[Outcome]) -> FaultError:
+    """The error, once it is sure that all ranks have the same."""
+    errors = [outcome for outcome in outcomes if isinstance(outcome, FaultError)]
+    assert len(errors) == NUM_RANKS
+    assert len({str(error) for error in errors}) == 1
+    return errors[0]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("what", ["backward", "step"])
+@pytest.mark.parametrize("step", [0, 3], ids=["while-recorded", "while-followed"])
+def test_a_backward_or_step_left_out(preset: str, what: str, step: int) -> None:
+    error = the_letter(train(skip_at(1, step, what), preset))
+    if step == 0:  # ranks also agree, as long as there is no program, so they may wait along two lines
+        assert error.kind in ("contradiction", "deadlock")
+        assert 1 in error.ranks
+    else:
+        assert (error.kind, error.ranks) == ("contradiction", (1,))
+        assert all(f"rank {rank} " in str(error) for rank in range(NUM_RANKS))
+    assert "test_ranks.py:" in str(error)
+
+
+@pytest.mark.parametrize("step", [0, 3], ids=["while-recorded", "while-followed"])
+def test_a_module_left_out(step: int) -> None:
+    error = the_letter(train(skip_at(1, step, "block")))
+    assert error.kind in ("contradiction", "deadlock")  # rank 1 has left its program, and wants to agree
+    assert 1 in error.ranks
+    assert "blocks." in str(error)
+    if error.kind == "contradiction":
+        assert error.unit.startswith("blocks.")
+        assert error.action.startswith(("gather blocks.", "reduce_scatter blocks."))
+
+
+def test_a_method_that_only_one_rank_calls(tmp_path: Path) -> None:
+    def save(engine: sw.Engine, step: int) -> None:
+        if step == 2 and engine.world.rank == 0:
+            engine.save(tmp_path)
+
+    error = the_letter(train(NO_FAULT, also=save))
+    assert error.kind == "deadlock"
+    assert "rank 0 waits in save() (test_ranks.py:" in str(error)
+    assert "'before step' for 'agree" in str(error)
+
+
+def test_messages_that_look_alike_do_not_meet() -> None:
+    """`any_rank` and `barrier` begin with the same bytes."""
+
+    def mix(engine: sw.Engine, step: int) -> None:
+        if step == 2:
+            _ = engine.any_rank(False) if engine.world.rank == 2 else engine.world.barrier()
+
+    error = the_letter(train(NO_FAULT, also=mix))
+    assert (error.kind, error.ranks) == ("contradiction", (2,))
+    assert "rank 2 has any_rank() there" in str(error)
+
+
+def test_lengths_that_differ() -> None:
+    def rank(world: sw.World) -> FaultError:
+        full = torch.zeros(4 * (NUM_RANKS + (NUM_RANKS if world.rank == 0 else 0)))
+        with pytest.raises(FaultError) as raised:
+            world.collectives(full.device).all_gather(full, world.everybody).wait()
+        return raised.value
+
+    error = the_letter([*run_ranks(NUM_RANKS, rank, patience_seconds=0.3)])
+    assert (error.kind, error.ranks) == ("contradiction", (0,))
+    assert "of 24 elements" in str(error)
+
+
+@pytest.mark.parametrize("point", ["forward", "backward", "step"])
+def test_a_rank_that_raises(point: str) -> None:
+    """It raises its own error; the others raise the letter, which has its words."""
+    seen: list[FaultError] = []
+    fault = fail_at(1, 2, point)
+
+    torch.manual_seed(0)
+    start = Stack()
+    replicas = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
+
+    def rank(world: sw.World) -> None:
+        model = replicas[world.rank]
+        engine = sw.shard(model, "zero3", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+        try:
+            for step in range(5):
+                fault(world.rank, step, "forward")
+                loss = engine(torch.ones(2, 8)).sum()
+                fault(world.rank, step, "backward")
+                engine.backward(loss)
+                fault(world.rank, step, "step")
+                engine.step()
+        except FaultError as error:
+            seen.append(error)
+            raise
+
+    started = time.monotonic()
+    with pytest.raises(InjectedError, match="rank 1 was to fail"):
+        run_ranks(NUM_RANKS, rank, patience_seconds=0.3)
+    assert time.monotonic() - started < 10
+    assert [(error.kind, error.ranks) for error in seen] == [("raised", (1,))] * 2
+    assert f"Rank 1 raised InjectedError: rank 1 was to fail at step 2, {point}" in str(seen[0])
+
+
+def test_an_exception_that_one_rank_catches_is_told() -> None:
+    """It goes on with the next batch; the others are still in this one."""
+    error = the_letter(train(fail_at(1, 2, "inside"), catches=(InjectedError,)))
+    assert (error.kind, error.ranks) == ("contradiction", (1,))
+    assert "shortly before it raised InjectedError: rank 1 was to fail at step 2, inside" in str(error)
+
+
+def test_a_slow_rank_is_only_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Four times the patience: a line, and the same losses as ever."""
+    undisturbed = train(NO_FAULT)
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        assert train(stall_at(1, 2, "backward", seconds=1.2)) == undisturbed
+    assert caplog.messages
+    assert all(message.startswith("rank 1 computes, last seen at 'after forward") for message in caplog.messages)
+    assert "Because of it rank 0 waits in 'after backward blocks.2' for 'reduce_scatter blocks.3" in caplog.text
+    assert len(caplog.messages) <= 3  # one rank speaks, and ever more seldom
+
+
+def test_a_rank_that_stalls_for_longer_than_the_timeout() -> None:
+    error = the_letter(train(stall_at(1, 2, "step", seconds=2.5), timeout_seconds=0.8))
+    assert (error.kind, error.ranks) == ("timeout", (1,))
+    assert "Timeout of 0.8 s: rank 1 computes, last seen at 'after backward'" in str(error)
+
+
+def test_a_rank_that_ends_too_early() -> None:
+    def rank(world: sw.World) -> FaultError | None:
+        if world.rank == 1:
+            return None
+        with pytest.raises(FaultError) as raised:
+            world.mean(1.0)
+        return raised.value
+
+    errors = run_ranks(NUM_RANKS, rank, patience_seconds=0.3)
+    assert [(error.kind, error.ranks) for error in errors if error is not None] == [("ended", (1,))] * 2
+
+
+def test_nothing_is_left_behind() -> None:
+    before = threading.active_count()
+    for _ in range(20):
+        run_ranks(2, lambda world: world.barrier())
+    assert threading.active_count() == before

@@ -1,0 +1,123 @@
+"""What ranks report, and what it comes to: late is told from wrong without a rank in sight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.comm.judge import Circle, Lateness, contradiction, disappearance, judge, overdue
+from shardwise.comm.letter import Letter
+from shardwise.comm.status import Entered, Status, Track
+
+LINE = "dp 0-2/3"
+RANKS = (0, 1, 2)
+Reports = dict[int, Status]
+
+
+def status(rank: int, tags: list[int], *, waits: int | None = None, line: str = LINE) -> Status:
+    """A rank that has entered collectives with `tags` along `line`, and waits for number `waits` of them."""
+    track = Track(len(tags), tuple(Entered(number, tag, f"'move {tag}'") for number, tag in enumerate(tags, 1)))
+    return Status(
+        rank,
+        beat=1,
+        state="waiting" if waits else "computing",
+        moment="before forward h.1",
+        unit="h.1",
+        doing=f"move {tags[waits - 1]}" if waits else "",
+        awaited=(line, waits, RANKS) if waits else None,
+        tracks={line: track},
+    )
+
+
+def verdict(reports: list[Status], mine: int = 0) -> Letter | Circle | Lateness | None:
+    by_rank: Reports = {report.rank: report for report in reports}
+    return judge(by_rank[mine], by_rank.get)
+
+
+def test_all_have_begun_so_it_is_on_its_way() -> None:
+    assert verdict([status(rank, [1, 2], waits=2) for rank in RANKS]) is None
+
+
+def test_a_rank_that_computes_is_late() -> None:
+    finding = verdict([status(0, [1, 2], waits=2), status(1, [1, 2], waits=2), status(2, [1])])
+    assert isinstance(finding, Lateness)
+    assert finding.rank == 2
+    assert [waiting.rank for waiting in finding.waiting] == [0, 1]
+    text = finding.text(silent_seconds=0)
+    assert text.startswith("rank 2 computes, last seen at 'before forward h.1', for 0 s. Because of it rank 0 waits in")
+    assert "not been heard of for 40 s" in finding.text(silent_seconds=40)
+
+
+def test_a_rank_never_heard_of_is_late() -> None:
+    finding = verdict([status(0, [1], waits=1), status(1, [1], waits=1)])
+    assert isinstance(finding, Lateness)
+    assert (finding.rank, finding.status) == (2, None)
+    assert "rank 2 has not been heard of yet" in finding.text(0)
+
+
+def test_other_histories_contradict_whoever_waits() -> None:
+    """Rank 2 went another way at number 2, and computes on: it will never send what the others wait for."""
+    finding = verdict([status(0, [1, 2, 3], waits=3), status(1, [1, 2], waits=2), status(2, [1, 7, 8, 9])])
+    assert isinstance(finding, Letter)
+    assert (finding.kind, finding.ranks, finding.unit) == ("contradiction", (2,), "h.1")
+    assert "in collective 2 over dp, right after 'move 1'" in finding.text
+    assert "rank 2 has 'move 7' there, and computes" in finding.text
+
+
+def test_no_majority_blames_all() -> None:
+    finding = contradiction([status(0, [1], waits=1), status(1, [2], waits=1)], LINE)
+    assert finding is not None
+    assert finding.ranks == (0, 1)
+    assert finding.text.startswith("Ranks 0 and 1 contradict each other")
+
+
+def test_what_is_forgotten_is_not_compared() -> None:
+    long = Track(40, tuple(Entered(number, number, "'x'") for number in range(9, 41)))
+    far_ahead = replace(status(1, [1]), tracks={LINE: long})
+    assert contradiction([status(0, [1, 2], waits=2), far_ahead], LINE) is None
+
+
+def test_who_waits_for_a_late_rank_that_waits_is_not_alone() -> None:
+    """0 waits for 1, which waits for 2 along another line; 2 computes."""
+    other = "tp 1-2/2"
+    one = replace(status(1, [5], waits=1, line=other), awaited=(other, 1, (1, 2)))
+    finding = verdict(
+        [status(0, [1], waits=1), one, replace(status(2, [1]), tracks={LINE: status(2, [1]).tracks[LINE]})]
+    )
+    assert isinstance(finding, Lateness)
+    assert finding.rank == 2
+
+
+def test_a_circle() -> None:
+    other = "world 0-2/3"
+    finding = verdict([status(0, [1], waits=1), status(1, [5], waits=1, line=other), status(2, [1], waits=1)])
+    assert isinstance(finding, Circle)
+    letter = finding.letter()
+    assert letter.kind == "deadlock"
+    assert set(letter.ranks) == {0, 1}
+
+
+def test_a_rank_that_has_left_is_named_with_its_words() -> None:
+    for error, kind, words in (
+        ("ValueError: bad", "raised", "Rank 2 raised ValueError: bad"),
+        ("", "ended", "has ended"),
+    ):
+        finding = verdict([status(0, [1, 2], waits=2), status(1, [1, 2], waits=2), status(2, [1]).left(error)])
+        assert isinstance(finding, Letter)
+        assert (finding.kind, finding.ranks) == (kind, (2,))
+        assert words in finding.text
+
+
+def test_a_rank_that_left_in_good_order_is_no_fault() -> None:
+    """It has sent its part; what is on its way arrives."""
+    assert verdict([status(0, [1], waits=1), status(1, [1], waits=1), status(2, [1]).left("")]) is None
+
+
+def test_reports_and_letters_survive_the_trip() -> None:
+    report = status(1, [1, 2], waits=2)
+    assert Status.from_json(report.to_json()) == report
+    letter = disappearance(2, report, "Connection reset by peer.", report)
+    assert Letter.from_json(letter.to_json()) == letter
+    late = Lateness(2, None, (report,))
+    error = overdue(late, report, 0, 600).error()
+    assert (error.kind, error.ranks) == ("timeout", (2,))
+    assert str(error).startswith("Timeout of 600 s: rank 2 has not been heard of yet")
