@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.access import Access
+from shardwise.birth import FirstValues, Init, Wishes, check_same_everywhere
 from shardwise.checkpoint import (
     Belongings,
     Content,
@@ -39,12 +40,9 @@ from shardwise.program import Footprint, UnitSpec, plan_step, render, straight_t
 from shardwise.runtime import BufferSync, Executor, Runner
 from shardwise.storage import (
     Unit,
-    check_model,
-    check_same_everywhere,
     choose_units,
     make_unit,
     rows_for,
-    settle,
     torch_dtype,
 )
 from shardwise.telemetry import ByteMeter, write_trace
@@ -84,6 +82,10 @@ def shard(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     world: World | None = None,
+    device: torch.device | str | None = None,
+    weights: str | Path | None = None,
+    strict: bool = True,
+    init: Init | None = None,
 ) -> Engine:
     """Put every tensor of `model` and `optimizer` where `plan` says. All ranks call.
 
@@ -92,14 +94,27 @@ def shard(
     start from rank 0's values. `plan` is a preset's name, a file, a mapping or a `Plan`; `world` is joined
     from the environment if it is not given, and is then closed with the engine.
 
+    First values: those of the model; of one built inside `deferred_init()`, or on the meta device, each rank makes
+    only its own part ([docs/birth.md]). `weights` is a safetensors file, or a folder as `save_pretrained` writes it,
+    of which each rank reads its own part; names must fit unless `strict` is false. `init` is called as
+    `init(module)` to fill a model on the meta device. `device` defaults to the model's own, and to this
+    rank's for a model without values.
+
     Raises `ConfigError` for a plan that cannot be meant on this world and `ModelError` for a model or
-    optimizer that cannot be sharded; nothing has been changed then.
+    optimizer that cannot be sharded, or weights of another one; nothing has been changed then. Raises
+    `CheckpointError` for files that cannot be read.
     """
     loaded = load_plan(plan)
     own_world = world is None
     world = World.join() if world is None else world
+    wishes = Wishes(
+        device=None if device is None else torch.device(device),
+        weights=None if weights is None else Path(weights),
+        strict=strict,
+        init=init,
+    )
     try:
-        return Engine(model, loaded, optimizer, world, owns_world=own_world)
+        return Engine(model, loaded, optimizer, world, wishes, owns_world=own_world)
     except BaseException:
         if own_world:
             world.close()
@@ -115,6 +130,7 @@ class Engine:
         plan: Plan,
         optimizer: torch.optim.Optimizer | None,
         world: World,
+        wishes: Wishes,
         *,
         owns_world: bool = False,
     ) -> None:
@@ -131,7 +147,7 @@ class Engine:
         self._is_open = True
         self._meter = ByteMeter()
         self._states_per_param = vet(optimizer, model) if optimizer is not None else 0
-        self._units = _build_units(model, plan, self.mesh, world, self._meter)
+        self._units = _build_units(model, plan, self.mesh, world, self._meter, wishes)
         self._flats = [flat for unit in self._units for flat in unit.flats]
         self._saver = Saver(world, pinned=self._flats[0].device.type == "cuda")
         self._remembered: dict[str, Stateful] = {}
@@ -628,15 +644,17 @@ def _scaler_for(plan: Plan) -> LossScaler | None:
     return LossScaler(plan.loss_scale) if plan.precision == "fp16" else None
 
 
-def _build_units(model: nn.Module, plan: Plan, mesh: Mesh, world: World, meter: ByteMeter) -> list[Unit]:
+def _build_units(
+    model: nn.Module, plan: Plan, mesh: Mesh, world: World, meter: ByteMeter, wishes: Wishes
+) -> list[Unit]:
     """Check, choose, and only then change anything."""
-    check_model(model)
     check_same_everywhere(model, world)
     choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
+    values = FirstValues(model, wishes, world)
     coordinate = mesh.coordinate(world.rank)
-    units = [make_unit(choice, rows, mesh, coordinate, meter) for choice in choices]
+    units = [make_unit(choice, rows, mesh, coordinate, meter, values.device) for choice in choices]
     units = [unit for unit in units if unit.flats]
-    settle(units, model, world)
+    values.settle(units)
     return units
 
 

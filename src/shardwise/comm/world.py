@@ -29,9 +29,19 @@ class World:
     without one it is a world of one.
     """
 
-    def __init__(self, rank: int, size: int, transport: Transport, *, nccl: Nccl | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        transport: Transport,
+        *,
+        nccl: Nccl | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
+        self.device = torch.device("cpu") if device is None else device
+        """Where models that have no memory yet are put: this rank's GPU, where NCCL can be used, else the CPU."""
         self._host = Pairwise(transport)
         self._nccl = nccl
         self._owns_process_group = False
@@ -49,10 +59,11 @@ class World:
         if not dist.is_initialized():
             rank, size = _place(env)
             if size == 1 and "MASTER_ADDR" not in env:
-                return cls(0, 1, _Nobody())
+                return cls(0, 1, _Nobody(), device=_gpu(env) if _has_gpu(env) else None)
             _open_process_group(rank, size, env, timeout_seconds)
             owns = True
-        world = cls(dist.get_rank(), dist.get_world_size(), _gloo(), nccl=_nccl(env, timeout_seconds))
+        device = _gpu(env) if _has_gpu(env) else None
+        world = cls(dist.get_rank(), dist.get_world_size(), _gloo(), nccl=_nccl(env, timeout_seconds), device=device)
         world._owns_process_group = owns
         return world
 
