@@ -10,13 +10,12 @@ import pytest
 import torch
 from odd import Odd
 from torch import nn
-from twins import Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run
+from twins import Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run
 
 import shardwise as sw
 from shardwise.birth.deferred import Deferred
 from shardwise.errors import ModelError, StateError
 from shardwise.testing import run_ranks
-from twins import Run
 
 
 def deferred(build: Callable[[], nn.Module], num: int, seed: Callable[[int], int] = lambda _: 0) -> list[nn.Module]:
@@ -78,7 +77,9 @@ def test_trains_as_the_plain_model(preset: str, num_ranks: int, mesh: dict[str, 
         model = models[world.rank]
         params = list(model.parameters())
         optimizer = adamw(model)
-        engine = sw.shard(model, {"preset": preset, **({"mesh": mesh} if mesh else {})}, optimizer=optimizer, world=world)
+        engine = sw.shard(
+            model, {"preset": preset, **({"mesh": mesh} if mesh else {})}, optimizer=optimizer, world=world
+        )
         assert all(ours is theirs for ours, theirs in zip(params, model.parameters(), strict=True))
         assert {type(param) for param in params} == {nn.Parameter}
         run = Run()
@@ -110,7 +111,7 @@ def test_the_same_seeds_send_nothing_and_others_take_rank_0s() -> None:
 
         def rank(world: sw.World, models: list[nn.Module] = models) -> tuple[dict[str, torch.Tensor], int]:
             engine = sw.shard(models[world.rank], "zero3", world=world)
-            return engine.state_dict(), engine._ledger.num_calls("broadcast")
+            return engine.state_dict(), engine._ledger.calls["broadcast", "world"]
 
         for state, num_calls in run_ranks(3, rank):
             assert_equal(state, plain(Transformer, seed=7))
@@ -184,8 +185,7 @@ def test_meta_models_are_filled_by_their_modules() -> None:
     torch.manual_seed(3)
     twin = of_torch().to_empty(device="cpu")
     torch.manual_seed(3)
-    twin.apply(lambda module: (getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", id))
-               and _reset(module))
+    twin.apply(_reset)
     models = on_meta(of_torch, 1)
     optimizer = adamw(models[0])
     params = list(models[0].parameters())
@@ -200,3 +200,44 @@ def _reset(module: nn.Module) -> None:
         if hasattr(module, name):
             getattr(module, name)()
             return
+
+
+class Scale(nn.Module):
+    """Parameters and a buffer, and nothing that fills them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(3))
+        self.register_buffer("far", torch.ones(3), persistent=False)
+
+
+def test_meta_models_that_nobody_fills_are_refused_by_name() -> None:
+    for num_ranks in (1, 2):
+        models = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Scale()), num_ranks)
+
+        def rank(world: sw.World, models: list[nn.Module] = models) -> None:
+            with pytest.raises(ModelError, match=r"first values for 1\.by, 1\.far: on the meta device.*deferred_init"):
+                sw.shard(models[world.rank], world=world)
+
+        run_ranks(num_ranks, rank)
+        assert all(param.is_meta for param in models[0].parameters())
+
+    class Half(Scale):
+        def reset_parameters(self) -> None:
+            self.by.data.fill_(2)
+
+    with pytest.raises(ModelError, match=r"first values for far"):
+        sw.shard(on_meta(Half, 1)[0])
+
+
+def test_init_fills_meta_models() -> None:
+    def init(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.data.fill_(3)
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Scale()), 1)[0]
+    state = sw.shard(model, init=init).state_dict()
+    assert all(bool((value == 3).all()) for value in state.values())
+    assert torch.equal(model[1].far, torch.full((3,), 3.0))
+    with pytest.raises(ModelError, match="has values already"):
+        sw.shard(Transformer(), init=init)
