@@ -46,7 +46,7 @@ from shardwise.storage import (
     torch_dtype,
 )
 from shardwise.telemetry import ByteMeter, write_trace
-from shardwise.units import format_bytes, format_count
+from shardwise.units import format_bytes, format_count, parse_bytes
 
 PlanLike = Plan | str | Path | Mapping[str, Any]
 
@@ -423,6 +423,18 @@ class Engine:
         """
         self._require_open()
         return self._access.gathered(names, write=write)
+
+    def inference(self, keep_bytes: int | str | None = None) -> AbstractContextManager[None]:
+        """Inside `with`, each rank runs the model at its own pace, without gradients: `module.generate()`, any method.
+
+        All ranks enter and leave; in between prompts, lengths and the number of calls may differ from rank to rank.
+        Parameters are whole inside, in the dtype of the forward, and nothing is sent. With `keep_bytes`
+        (`"2GiB"`, 0) only as many units are as fit; the others are gathered when any rank calls for one, which takes
+        as many messages as there are such units in a forward, and the memory of two of them.
+        """
+        self._require_open()
+        num_bytes = parse_bytes(keep_bytes) if isinstance(keep_bytes, str) else keep_bytes
+        return self._runner.inference(self.world, num_bytes)
 
     def get(self, name: str, what: str = "param") -> torch.Tensor | None:
         """A whole tensor by the parameter's name, on every rank. All ranks call.
