@@ -95,7 +95,7 @@ def shard(
     from the environment if it is not given, and is then closed with the engine.
 
     First values: those of the model; of one built inside `deferred_init()`, or on the meta device, each rank makes
-    only its own part ([docs/birth.md]). `weights` is a safetensors file, or a folder as `save_pretrained` writes it,
+    only its own part (docs/birth.md). `weights` is a safetensors file, or a folder as `save_pretrained` writes it,
     of which each rank reads its own part; names must fit unless `strict` is false. `init` is called as
     `init(module)` to fill a model on the meta device. `device` defaults to the model's own, and to this
     rank's for a model without values.
