@@ -110,3 +110,24 @@ def test_training_inside_is_refused() -> None:
         model(x, y)
     with engine.inference(), pytest.raises(StateError, match="entered between"), engine.inference():
         pass
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at an input that is no leaf
+def test_compiled_units_generate_uncompiled_and_train_on_compiled() -> None:
+    replicas = [Transformer() for _ in range(2)]
+    data = batches(3)
+
+    def rank(world: sw.World) -> bool:
+        model = replicas[world.rank]
+        plan = {"preset": "zero3", "compile": "aot_eager"}
+        engine = sw.shard(model, plan, optimizer=(optimizer := adamw(model)), world=world)
+        for batch in data[:2]:
+            engine_step(engine, optimizer, batch)
+        with engine.inference(0):
+            assert "forward" not in model.blocks[0].__dict__
+            for _ in range(world.rank + 1):
+                model.logits(data[2][0])
+        engine_step(engine, optimizer, data[2])
+        return "forward" in model.blocks[0].__dict__
+
+    assert run_ranks(2, rank) == [True, True]

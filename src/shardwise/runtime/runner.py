@@ -346,6 +346,8 @@ class Runner:
         if self._in_pass or self._inference is not None:
             what = "a forward and its backward" if self._in_pass else "the two ends of another one"
             raise StateError(f"engine.inference() was entered between {what}; finish that first.")
+        if self._compiled is not None:  # every length would be compiled anew; training puts it back
+            self._compiled.remove()
         inference = Inference(self.units, self._make_sure, world, keep_bytes)
         self._inference = inference
         failed = True
