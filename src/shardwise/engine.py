@@ -358,12 +358,13 @@ class Engine:
             raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
         optimizer = self._optimizer.optimizer if self._optimizer is not None else None
         belongings = Belongings(self._flats, self._optimizer, self.world)
+        device = self._flats[0].device
         self._take_down()
         if loaded.precision != self.plan.precision:
             self.scaler = _scaler_for(loaded)
         self.plan, self.mesh, self.table, self._meter = loaded, mesh, table, ByteMeter()
         coordinate = mesh.coordinate(self.world.rank)
-        self._units = [make_unit(choice, rows, mesh, coordinate, self._meter) for choice in choices]
+        self._units = [make_unit(choice, rows, mesh, coordinate, self._meter, device) for choice in choices]
         self._units = [unit for unit in self._units if unit.flats]
         self._flats = [flat for unit in self._units for flat in unit.flats]
         collectives = self.world.collectives(self._flats[0].device)

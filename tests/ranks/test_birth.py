@@ -241,3 +241,15 @@ def test_init_fills_meta_models() -> None:
     assert torch.equal(model[1].far, torch.full((3,), 3.0))
     with pytest.raises(ModelError, match="has values already"):
         sw.shard(Transformer(), init=init)
+
+
+def test_a_deferred_model_can_be_sharded_anew() -> None:
+    models = deferred(Transformer, 2)
+
+    def rank(world: sw.World) -> dict[str, torch.Tensor]:
+        engine = sw.shard(models[world.rank], "zero3", world=world)
+        engine.reshard("zero2")
+        return engine.state_dict()
+
+    for state in run_ranks(2, rank):
+        assert_equal(state, plain(Transformer))

@@ -118,6 +118,12 @@ class Flat:
             updated = mine.overlap(self.optim_span)
             _part(self.master, updated.within(self.optim_span)).copy_(_part(values, updated.within(mine)))
 
+    def lay_out(self) -> None:
+        """Memory for what this rank keeps, zero so far, and the parameters views of `full`: for values that are moved
+        here from another layout. Trainable ones go into `master`, frozen ones into `param`."""
+        for param, view in zip(self.params, self._lay_out(), strict=True):
+            param.data = view
+
     def _lay_out(self) -> list[Tensor]:
         """Memory for what this rank keeps, zero between the parameters. Returns each parameter's view of `full`."""
         table = self.spec.table
@@ -142,25 +148,6 @@ class Flat:
     def _kept_dtype(self) -> torch.dtype:
         table = self.spec.table
         return torch_dtype(table.optim.dtype if self.spec.trainable else table.compute)
-
-    def lay_out(self) -> None:
-        """Memory for what this rank keeps, zero so far, and the parameters views of `full`: for values that are moved
-        here from another layout. Trainable ones go into `master`, frozen ones into `param`."""
-        table = self.spec.table
-        self.full = torch.zeros(self.spec.numel, dtype=torch_dtype(table.compute), device=self.device)
-        for slot, param in zip(self.slots, self.params, strict=True):
-            param.data = self.full[slot.start : slot.span.stop].view(slot.shape)
-        if self.spec.resident:
-            self.param = self.full
-        else:
-            self.full.untyped_storage().resize_(0)
-            self.param = torch.zeros(self.param_span.numel, dtype=self.full.dtype, device=self.device)
-        self.meter.hold("param", self.param.nbytes)
-        if self.spec.trainable and self.spec.master_is_param:
-            self.master = _part(self.param, self.optim_span.within(self.param_span))
-        elif self.spec.trainable:
-            self.master = torch.zeros(self.optim_span.numel, dtype=torch_dtype(table.optim.dtype), device=self.device)
-            self.meter.hold("optim", self.master.nbytes)
 
     # -- the whole buffer -------------------------------------------------------------------------------
 
