@@ -16,6 +16,7 @@ from shardwise.version import __version__
 
 if TYPE_CHECKING:
     from shardwise import data, optim
+    from shardwise.birth import deferred_init
     from shardwise.checkpoint import Keep
     from shardwise.comm import World
     from shardwise.config import Plan, load_plan
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "convert",
     "data",
+    "deferred_init",
     "inspect",
     "load_plan",
     "optim",
@@ -48,6 +50,7 @@ _HOMES = {
     "ShardwiseError": "shardwise.errors",
     "World": "shardwise.comm",
     "convert": "shardwise.formats",
+    "deferred_init": "shardwise.birth",
     "inspect": "shardwise.formats",
     "load_plan": "shardwise.config",
     "shard": "shardwise.engine",

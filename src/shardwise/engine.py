@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.access import Access
+from shardwise.birth import FirstValues, Init, Wishes, check_same_everywhere
 from shardwise.checkpoint import (
     Belongings,
     Content,
@@ -38,16 +39,13 @@ from shardwise.program import Footprint, UnitSpec, Update, plan_step, render, st
 from shardwise.runtime import BufferSync, Executor, Runner
 from shardwise.storage import (
     Unit,
-    check_model,
-    check_same_everywhere,
     choose_units,
     make_unit,
     rows_for,
-    settle,
     torch_dtype,
 )
 from shardwise.telemetry import ByteMeter, write_trace
-from shardwise.units import format_bytes, format_count
+from shardwise.units import format_bytes, format_count, parse_bytes
 
 PlanLike = Plan | str | Path | Mapping[str, Any]
 
@@ -83,6 +81,10 @@ def shard(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     world: World | None = None,
+    device: torch.device | str | None = None,
+    weights: str | Path | None = None,
+    strict: bool = True,
+    init: Init | None = None,
 ) -> Engine:
     """Put every tensor of `model` and `optimizer` where `plan` says. All ranks call.
 
@@ -91,14 +93,27 @@ def shard(
     start from rank 0's values. `plan` is a preset's name, a file, a mapping or a `Plan`; `world` is joined
     from the environment if it is not given, and is then closed with the engine.
 
+    First values: those of the model; of one built inside `deferred_init()`, or on the meta device, each rank makes
+    only its own part (docs/birth.md). `weights` is a safetensors file, or a folder as `save_pretrained` writes it,
+    of which each rank reads its own part; names must fit unless `strict` is false. `init` is called as
+    `init(module)` to fill a model on the meta device. `device` defaults to the model's own, and to this
+    rank's for a model without values.
+
     Raises `ConfigError` for a plan that cannot be meant on this world and `ModelError` for a model or
-    optimizer that cannot be sharded; nothing has been changed then.
+    optimizer that cannot be sharded, or weights of another one; nothing has been changed then. Raises
+    `CheckpointError` for files that cannot be read.
     """
     loaded = load_plan(plan)
     own_world = world is None
     world = World.join() if world is None else world
+    wishes = Wishes(
+        device=None if device is None else torch.device(device),
+        weights=None if weights is None else Path(weights),
+        strict=strict,
+        init=init,
+    )
     try:
-        return Engine(model, loaded, optimizer, world, owns_world=own_world)
+        return Engine(model, loaded, optimizer, world, wishes, owns_world=own_world)
     except BaseException as error:
         if own_world:
             world.close(error)
@@ -114,6 +129,7 @@ class Engine:
         plan: Plan,
         optimizer: torch.optim.Optimizer | None,
         world: World,
+        wishes: Wishes,
         *,
         owns_world: bool = False,
     ) -> None:
@@ -132,7 +148,7 @@ class Engine:
         self._is_open = True
         self._meter = ByteMeter()
         self._updates = vet(optimizer, model) if optimizer is not None else {}
-        self._units = _build_units(model, plan, self.mesh, world, self._meter, self._updates)
+        self._units = _build_units(model, plan, self.mesh, world, self._meter, wishes, self._updates)
         self._flats = [flat for unit in self._units for flat in unit.flats]
         self._saver = Saver(world, pinned=self._flats[0].device.type == "cuda")
         self._remembered: dict[str, Stateful] = {}
@@ -347,12 +363,15 @@ class Engine:
             raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
         optimizer = self._optimizer.optimizer if self._optimizer is not None else None
         belongings = Belongings(self._flats, self._optimizer, self.world)
+        device = self._flats[0].device
         self._take_down()
         if loaded.precision != self.plan.precision:
             self.scaler = _scaler_for(loaded)
         self.plan, self.mesh, self.table, self._meter = loaded, mesh, table, ByteMeter()
         coordinate = mesh.coordinate(self.world.rank)
-        self._units = [make_unit(choice, rows, mesh, coordinate, self._meter, self._updates) for choice in choices]
+        self._units = [
+            make_unit(choice, rows, mesh, coordinate, self._meter, device, self._updates) for choice in choices
+        ]
         self._units = [unit for unit in self._units if unit.flats]
         self._flats = [flat for unit in self._units for flat in unit.flats]
         collectives = self.world.collectives(self._flats[0].device)
@@ -412,6 +431,18 @@ class Engine:
         """
         self._require_open()
         return self._access.gathered(names, write=write)
+
+    def inference(self, keep_bytes: int | str | None = None) -> AbstractContextManager[None]:
+        """Inside `with`, each rank runs the model at its own pace, without gradients: `module.generate()`, any method.
+
+        All ranks enter and leave; in between prompts, lengths and the number of calls may differ from rank to rank.
+        Parameters are whole inside, in the dtype of the forward, and nothing is sent. With `keep_bytes`
+        (`"2GiB"`, 0) only as many units are as fit; the others are gathered when any rank calls for one, which takes
+        as many messages as there are such units in a forward, and the memory of two of them.
+        """
+        self._require_open()
+        num_bytes = parse_bytes(keep_bytes) if isinstance(keep_bytes, str) else keep_bytes
+        return self._runner.inference(self.world, num_bytes)
 
     def get(self, name: str, what: str = "param") -> torch.Tensor | None:
         """A whole tensor by the parameter's name, on every rank. All ranks call.
@@ -658,16 +689,17 @@ def _build_units(
     mesh: Mesh,
     world: World,
     meter: ByteMeter,
+    wishes: Wishes,
     updates: Mapping[nn.Parameter, Update],
 ) -> list[Unit]:
     """Check, choose, and only then change anything."""
-    check_model(model)
     check_same_everywhere(model, world)
     choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
+    values = FirstValues(model, wishes, world)
     coordinate = mesh.coordinate(world.rank)
-    units = [make_unit(choice, rows, mesh, coordinate, meter, updates) for choice in choices]
+    units = [make_unit(choice, rows, mesh, coordinate, meter, values.device, updates) for choice in choices]
     units = [unit for unit in units if unit.flats]
-    settle(units, model, world)
+    values.settle(units)
     return units
 
 

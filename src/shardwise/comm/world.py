@@ -44,6 +44,7 @@ class World:
         size: int,
         transport: Transport,
         *,
+        device: torch.device | None = None,
         board: Board | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
@@ -51,6 +52,8 @@ class World:
         """`board` is where ranks tell each other how they fare; without one a fault is told by the transport alone."""
         self.rank = rank
         self.size = size
+        self.device = torch.device("cpu") if device is None else device
+        """Where models that have no memory yet are put: this rank's GPU, where NCCL can be used, else the CPU."""
         self.journal = Journal(rank)
         self._host = Pairwise(transport, self.journal)
         self._nccl: Nccl | None = None
@@ -86,7 +89,7 @@ class World:
         if owns:
             rank, size = _place(env)
             if size == 1 and "MASTER_ADDR" not in env:
-                return cls(0, 1, _Nobody())
+                return cls(0, 1, _Nobody(), device=_gpu(env) if _has_gpu(env) else None)
         with opened_inside() as sockets:
             # gloo's own timeout closes connections and names nobody: the watch is to be there before it
             gloo = _open_process_group(rank, size, env, timeout_seconds + _LATER_SECONDS) if owns else _beside()
@@ -94,6 +97,7 @@ class World:
             dist.get_rank(),
             dist.get_world_size(),
             GlooTransport(gloo, sockets),
+            device=_gpu(env) if _has_gpu(env) else None,
             board=_board(dist.get_world_size()),
             timeout_seconds=timeout_seconds,
             patience_seconds=patience_seconds,

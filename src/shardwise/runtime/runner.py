@@ -16,12 +16,14 @@ through on any of them. What still arrives afterwards is found by the verdict of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
+from shardwise.comm import World
+from shardwise.errors import StateError
 from shardwise.program import (
     AFTER_STEP,
     BEFORE_STEP,
@@ -40,6 +42,7 @@ from shardwise.program import (
 from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.hooks import Hooks
+from shardwise.runtime.inference import Inference
 from shardwise.runtime.reach import Callers, Reach
 from shardwise.runtime.script import LONGEST_TRACE, Script
 from shardwise.storage import Flat, FullState, Unit
@@ -85,6 +88,7 @@ class Runner:
         self._kept: set[str] = set()
         self._lasting: set[str] = set()
         """Units that stay whole until this pass ends, because not all of their uses have been seen."""
+        self._inference: Inference | None = None
         self._model = model
         self._callers: Callers | None = None
         self._reach: Reach | None = None
@@ -111,6 +115,8 @@ class Runner:
     # -- events: forward --------------------------------------------------------------------------------
 
     def enter_root(self) -> None:
+        if self._inference is not None:
+            return
         if self.hooks.is_cut_short:
             self.recover()
         training = torch.is_grad_enabled()
@@ -126,6 +132,9 @@ class Runner:
                 self._compiled.install()
 
     def leave_root(self, *, raised: bool) -> None:
+        if self._inference is not None:
+            self._inference.release_all()
+            return
         if raised:
             self._executor.journal.note(sys.exc_info()[1])
             self.recover()
@@ -135,6 +144,9 @@ class Runner:
         self._end_evaluation()
 
     def before_forward(self, unit: Unit) -> None:
+        if self._inference is not None:
+            self._inference.need(unit)
+            return
         training = self._is_training()
         if training and not self._in_pass:
             self._begin_pass()
@@ -145,6 +157,9 @@ class Runner:
         self._timeline.begin(UNITS, f"forward {unit.name}")
 
     def after_forward(self, unit: Unit, *, opaque: bool) -> None:
+        if self._inference is not None:
+            self._inference.release(unit)
+            return
         self._timeline.end(UNITS, f"forward {unit.name}")
         if opaque:  # no output could be watched, so its backward cannot be foreseen: it stays whole
             self._kept.add(unit.name)
@@ -331,6 +346,31 @@ class Runner:
             self._is_wiser = False
             self._lasting.clear()
             self.free_all()
+
+    # -- forwards at each rank's own pace ---------------------------------------------------------------
+
+    @contextmanager
+    def inference(self, world: World, keep_bytes: int | None) -> Iterator[None]:
+        """Inside, ranks run what they like without gradients; see [Note: rounds] in `inference.py`."""
+        if self._in_pass or self._inference is not None:
+            what = "a forward and its backward" if self._in_pass else "the two ends of another one"
+            raise StateError(f"engine.inference() was entered between {what}; finish that first.")
+        if self._compiled is not None:  # every length would be compiled anew; training puts it back
+            self._compiled.remove()
+        inference = Inference(self.units, self._make_sure, world, keep_bytes)
+        self._inference = inference
+        failed = True
+        try:
+            with torch.no_grad():
+                inference.begin()
+                yield
+            failed = False
+        finally:
+            try:
+                inference.end(failed=failed)
+            finally:
+                self._inference = None
+                self.free_all()
 
     # -- learning ---------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """Units chosen from a module tree, and the flat memory they live in."""
 
-from shardwise.storage.birth import check_model, check_same_everywhere, settle
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import Flat, FullState
 from shardwise.storage.rows import Row, rows_for
@@ -13,12 +12,9 @@ __all__ = [
     "Row",
     "Unit",
     "UnitChoice",
-    "check_model",
-    "check_same_everywhere",
     "choose_units",
     "make_unit",
     "rows_for",
-    "settle",
     "torch_dtype",
     "unit_spec",
 ]

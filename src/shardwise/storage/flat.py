@@ -8,7 +8,7 @@ storage alive, and which see the next gather this way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -45,13 +45,14 @@ class Flat:
         params: Sequence[torch.nn.Parameter],
         coordinate: Mapping[str, int],
         meter: ByteMeter,
+        device: torch.device,
     ) -> None:
         self.spec = spec
         self.slots = tuple(slots)
         self.params = tuple(params)
         self.coordinate = dict(coordinate)
         self.meter = meter
-        self.device = params[0].device
+        self.device = device
         table, layout = spec.table, spec.layout
         self.param_span = layout.span(table.param.shard, coordinate)
         self.held_span = layout.span(table.held.shard, coordinate)
@@ -82,54 +83,71 @@ class Flat:
 
     # -- birth ------------------------------------------------------------------------------------------
 
-    def collect(self) -> Tensor:
-        """The parameters' present values in one buffer, in the dtype in which the optimizer keeps them."""
-        table = self.spec.table
-        dtype = torch_dtype(table.optim.dtype if self.spec.trainable else table.compute)
-        whole = torch.zeros(self.spec.numel, dtype=dtype, device=self.device)
-        for slot, param in zip(self.slots, self.params, strict=True):
-            whole[slot.start : slot.span.stop].copy_(param.detach().reshape(-1))
+    def collect(self, values: Callable[[int], Tensor] | None) -> Tensor:
+        """The parameters' first values in one buffer, in the dtype in which the optimizer keeps them.
+
+        `values(index)` is one parameter, flat; without it the buffer is there and zero, to be received into.
+        """
+        whole = torch.zeros(self.spec.numel, dtype=self._kept_dtype(), device=self.device)
+        if values is not None:
+            for index, slot in enumerate(self.slots):
+                _part(whole, slot.span).copy_(values(index))
         return whole
 
     def settle(self, whole: Tensor) -> None:
-        """Put every row where the table says, from `whole`, and make the parameters views of `full`."""
-        table = self.spec.table
-        compute = torch_dtype(table.compute)
-        self.full = whole.to(compute, copy=True)
-        for slot, param in zip(self.slots, self.params, strict=True):
-            param.data = self.full[slot.start : slot.span.stop].view(slot.shape)
-        if self.spec.resident:
-            self.param = self.full
-        else:
-            self.param = _part(self.full, self.param_span).clone()
-        self.meter.hold("param", self.param.nbytes)
-        if self.spec.trainable:
-            if self.spec.master_is_param:
-                self.master = _part(self.param, self.optim_span.within(self.param_span))
-            else:
-                self.master = _part(whole, self.optim_span).to(torch_dtype(table.optim.dtype), copy=True)
-                self.meter.hold("optim", self.master.nbytes)
-        if not self.spec.resident:
-            self.full.untyped_storage().resize_(0)
+        """Put every row where the table says, from `whole`."""
+        self.settle_pieces(lambda index, span: _part(_part(whole, self.slots[index].span), span))
+
+    def settle_pieces(self, values: Callable[[int, Span], Tensor]) -> None:
+        """Make the parameters views of `full`, and put every row where the table says.
+
+        `values(index, span)` are the elements `span` of one parameter, flat. It is asked once for each parameter of
+        which this rank keeps something.
+        """
+        views = self._lay_out()
+        for index, (slot, param) in enumerate(zip(self.slots, self.params, strict=True)):
+            mine = slot.span.overlap(self.param_span)
+            if mine.numel:
+                self._keep(mine, values(index, mine.within(slot.span)).to(self._kept_dtype()))
+            param.data = views[index]  # only now: it may have been where the values came from
+
+    def _keep(self, mine: Span, values: Tensor) -> None:
+        """Take over first values of the elements `mine`, which lie in `param_span`."""
+        _part(self.param, mine.within(self.param_span)).copy_(values)
+        if self.master is not None and not self.spec.master_is_param:
+            updated = mine.overlap(self.optim_span)
+            _part(self.master, updated.within(self.optim_span)).copy_(_part(values, updated.within(mine)))
 
     def lay_out(self) -> None:
         """Memory for what this rank keeps, zero so far, and the parameters views of `full`: for values that are moved
         here from another layout. Trainable ones go into `master`, frozen ones into `param`."""
+        for param, view in zip(self.params, self._lay_out(), strict=True):
+            param.data = view
+
+    def _lay_out(self) -> list[Tensor]:
+        """Memory for what this rank keeps, zero between the parameters. Returns each parameter's view of `full`."""
         table = self.spec.table
-        self.full = torch.zeros(self.spec.numel, dtype=torch_dtype(table.compute), device=self.device)
-        for slot, param in zip(self.slots, self.params, strict=True):
-            param.data = self.full[slot.start : slot.span.stop].view(slot.shape)
+        make = torch.zeros if self.spec.resident else torch.empty
+        self.full = make(self.spec.numel, dtype=torch_dtype(table.compute), device=self.device)
+        views = [_part(self.full, slot.span).view(slot.shape) for slot in self.slots]
         if self.spec.resident:
             self.param = self.full
         else:
             self.full.untyped_storage().resize_(0)
             self.param = torch.zeros(self.param_span.numel, dtype=self.full.dtype, device=self.device)
         self.meter.hold("param", self.param.nbytes)
-        if self.spec.trainable and self.spec.master_is_param:
-            self.master = _part(self.param, self.optim_span.within(self.param_span))
-        elif self.spec.trainable:
-            self.master = torch.zeros(self.optim_span.numel, dtype=torch_dtype(table.optim.dtype), device=self.device)
-            self.meter.hold("optim", self.master.nbytes)
+        if self.spec.trainable:
+            if self.spec.master_is_param:
+                self.master = _part(self.param, self.optim_span.within(self.param_span))
+            else:
+                dtype = torch_dtype(table.optim.dtype)
+                self.master = torch.zeros(self.optim_span.numel, dtype=dtype, device=self.device)
+                self.meter.hold("optim", self.master.nbytes)
+        return views
+
+    def _kept_dtype(self) -> torch.dtype:
+        table = self.spec.table
+        return torch_dtype(table.optim.dtype if self.spec.trainable else table.compute)
 
     # -- the whole buffer -------------------------------------------------------------------------------
 

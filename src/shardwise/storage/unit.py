@@ -90,14 +90,15 @@ def make_unit(
     mesh: Mesh,
     coordinate: Mapping[str, int],
     meter: ByteMeter,
+    device: torch.device,
     updates: Mapping[nn.Parameter, Update] | None = None,
 ) -> Unit:
-    """A unit whose flat buffers are still empty; see `birth.py` for what fills them."""
+    """A unit whose flat buffers are still empty; the package `birth` fills them."""
     spec = unit_spec(choice, rows, mesh, updates)
     flats = []
     for flat_spec, named in zip(spec.flats, _shelves(choice, rows).values(), strict=True):
         slots = pack((name, tuple(param.shape)) for name, param in named)
-        flats.append(Flat(flat_spec, slots, [param for _, param in named], coordinate, meter))
+        flats.append(Flat(flat_spec, slots, [param for _, param in named], coordinate, meter, device))
     return Unit(spec, tuple(flats), list(choice.sites))
 
 

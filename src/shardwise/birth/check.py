@@ -1,24 +1,24 @@
-"""The first values: the same on every rank, whatever the seeds; then each row where the table says."""
+"""Models that can be sharded, and are the same on all ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from shardwise.comm import World
 from shardwise.errors import ModelError
-from shardwise.storage.unit import Unit
 
 
 def check_model(model: nn.Module) -> torch.device:
-    """The one device of all parameters, or a sentence about what is in the way."""
+    """The one device of all parameters, which may be the meta device, or a sentence about what is in the way."""
     by_device: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         by_device.setdefault(param.device, name)
+        if nn.parameter.is_lazy(param):
+            raise ModelError(f"Parameter {name} has no shape yet: call the lazy module once before it is sharded.")
         if param.is_sparse or param.is_complex():
             raise ModelError(
                 f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded."
@@ -30,13 +30,7 @@ def check_model(model: nn.Module) -> torch.device:
         raise ModelError(
             f"The model's parameters are on different devices: {where}. Move the model to one with .to(device)."
         )
-    device = next(iter(by_device))
-    if device.type == "meta":
-        raise ModelError(
-            "The model is on the meta device, so its parameters have no values yet. "
-            "Build it on a real device, or call model.to_empty(device=...) and initialise it."
-        )
-    return device
+    return next(iter(by_device))
 
 
 def check_same_everywhere(model: nn.Module, world: World) -> None:
@@ -62,28 +56,3 @@ def _first_difference(zero: list[list[object]], other: list[list[object]], rank:
                 f"Build the model from the same configuration on all ranks."
             )
     return f"rank 0 has {len(zero)} parameters and buffers, rank {rank} has {len(other)}."
-
-
-def settle(units: Sequence[Unit], model: nn.Module, world: World) -> None:
-    """Give every rank the values of rank 0, unit by unit, and put them where the table says. All ranks call.
-
-    At no time is more than one unit held twice.
-    """
-    for unit in units:
-        for flat in unit.flats:
-            whole = flat.collect()
-            _from_rank_0(whole, world)
-            flat.settle(whole)
-    flats = {param for unit in units for flat in unit.flats for param in flat.params}
-    left = [param for param in model.parameters() if param not in flats]
-    for tensor in (*left, *model.buffers()):
-        _from_rank_0(tensor.detach(), world)
-
-
-def _from_rank_0(tensor: torch.Tensor, world: World) -> None:
-    if world.size == 1 or tensor.numel() == 0:
-        return
-    sent = tensor.contiguous()
-    world.collectives(tensor.device).broadcast(sent.view(-1), 0, world.everybody).wait()
-    if sent.data_ptr() != tensor.data_ptr():
-        tensor.copy_(sent)

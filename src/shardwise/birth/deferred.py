@@ -1,0 +1,65 @@
+"""A parameter whose values are still to be made: it may be looked at from outside, and not computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import StateError
+
+Tensor = torch.Tensor
+
+_READS_MEMORY = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_HARMLESS = {
+    *("size", "stride", "storage_offset", "numel", "nelement", "dim", "ndimension", "element_size", "__len__"),
+    *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "get_device", "untyped_storage", "type"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__", "is_inference"),
+}
+
+
+class Deferred(nn.Parameter):
+    """What `deferred_init` leaves of a parameter, until `shard` makes it an `nn.Parameter` again, the same object."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not _is_harmless(func):
+            raise StateError(
+                f"{_said(func)} needs the values of a parameter that was built inside deferred_init and has none "
+                f"yet. Do it inside `with deferred_init():`, or after shardwise.shard(model, plan)."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
+        return f"Parameter {list(self.shape)} {self.dtype}, deferred"
+
+
+def defer(param: Tensor) -> None:
+    """From here on `param`, the same object, refuses to be computed with."""
+    param.__class__ = Deferred
+
+
+def undefer(param: Tensor) -> None:
+    param.__class__ = nn.Parameter
+
+
+def _is_harmless(func: Callable[..., Any]) -> bool:
+    name = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        return attribute not in _READS_MEMORY
+    return name in _HARMLESS
+
+
+def _said(func: Callable[..., Any]) -> str:
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    return f".{owner}" if func.__name__ in ("__get__", "__set__") else f"{func.__name__}()"

@@ -1,0 +1,188 @@
+"""The first values: where each rank finds those that it keeps, and how they come to where the table says.
+
+Sources, by name: weights in files; a history to replay (a deferred model, or one from the meta device whose
+initialisers were recorded); or the model's own tensors. If all ranks would make the same values, each makes its own
+and nothing is sent. Otherwise rank 0's are broadcast, a unit at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwise.birth.check import check_model
+from shardwise.birth.deferred import Deferred, undefer
+from shardwise.birth.files import WeightFiles
+from shardwise.birth.match import Match, match
+from shardwise.birth.meta import Init, record_init
+from shardwise.birth.tape import Origin, Ref, digest_of, origin_of, replay, tensor_bytes
+from shardwise.comm import World
+from shardwise.errors import CheckpointError, ModelError
+from shardwise.placement import Span
+from shardwise.storage import Flat, Unit
+
+Tensor = torch.Tensor
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the caller of `shard` said about first values."""
+
+    device: torch.device | None = None
+    weights: Path | None = None
+    strict: bool = True
+    init: Init | None = None
+
+
+class FirstValues:
+    """The first values of one model on this rank: found when this is made, and put in place by `settle`."""
+
+    def __init__(self, model: nn.Module, wishes: Wishes, world: World) -> None:
+        """All ranks call. Raises on all of them, before anything is changed, if the files are of another model."""
+        self._model = model
+        self._world = world
+        self._wishes = wishes
+        own_device = check_model(model)
+        self._is_meta = own_device.type == "meta"
+        self._is_deferred = any(isinstance(param, Deferred) for param in model.parameters())
+        self._match = _matched(model, wishes, world)
+        if wishes.init is not None and not self._is_meta:
+            raise ModelError("init= is for models on the meta device, and this one has values already; leave it out.")
+        self.device = wishes.device or (world.device if self._is_meta or self._is_deferred else own_device)
+        self._replayed: tuple[Origin, torch.UntypedStorage] | None = None
+
+    def settle(self, units: Sequence[Unit]) -> None:
+        """Put first values where the table says, and make parameters views of flat memory. All ranks call.
+
+        Each flat buffer is filled before the next is begun: besides what it keeps, a rank has at most one parameter
+        that is being made or read, or one unit where rank 0's values are broadcast.
+        """
+        self._begin()
+        alone = self._can_settle_alone()
+        for unit in units:
+            for flat in unit.flats:
+                if alone:
+                    self._settle_alone(flat)
+                else:
+                    self._settle_together(flat)
+        self._settle_others({param for unit in units for flat in unit.flats for param in flat.params})
+        self._settle_buffers()
+        self._replayed = None
+
+    def _begin(self) -> None:
+        if self._is_meta:
+            filled = set(self._match.stored) if self._match is not None else set()
+            record_init(self._model, CPU, self._wishes.init, filled)
+        for param in self._model.parameters():
+            if isinstance(param, Deferred):
+                undefer(param)
+
+    def _can_settle_alone(self) -> bool:
+        """Whether every rank would make the same values by itself. All ranks call."""
+        if self._world.size == 1:
+            return True
+        if not self._is_meta and not self._is_deferred and self._match is None:
+            return False  # to compare whole models would cost more than to send one
+        left = [param for name, param in self._model.named_parameters() if not self._is_stored(name)]
+        digest = hashlib.sha256(digest_of(origin for param in left if (origin := origin_of(param)) is not None))
+        for param in left:
+            if origin_of(param) is None:
+                digest.update(tensor_bytes(param))
+        return len(set(self._world.exchange(digest.digest()))) == 1
+
+    # -- flat buffers -----------------------------------------------------------------------------------
+
+    def _settle_alone(self, flat: Flat) -> None:
+        def piece(index: int, span: Span) -> Tensor:
+            return self._values(flat.slots[index].name, flat.params[index], span)
+
+        flat.settle_pieces(piece)
+
+    def _settle_together(self, flat: Flat) -> None:
+        def piece(index: int) -> Tensor:
+            slot = flat.slots[index]
+            return self._values(slot.name, flat.params[index], Span(0, slot.numel))
+
+        whole = flat.collect(piece if self._world.rank == 0 else None)
+        self._from_rank_0(whole)
+        flat.settle(whole)
+
+    # -- the rest ---------------------------------------------------------------------------------------
+
+    def _settle_others(self, settled: set[nn.Parameter]) -> None:
+        """Parameters that lie in no flat buffer, because they are not of a floating dtype: whole on every rank."""
+        for name, param in self._model.named_parameters():
+            if param not in settled:
+                param.data = self._whole(name, param)
+                self._from_rank_0(param.detach())
+
+    def _settle_buffers(self) -> None:
+        moved: dict[Tensor, Tensor] = {}
+        names = {buffer: name for name, buffer in self._model.named_buffers()}
+        for module in self._model.modules():
+            for short, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if buffer not in moved:
+                    moved[buffer] = self._settled_buffer(names[buffer], buffer)
+                module._buffers[short] = moved[buffer]
+
+    def _settled_buffer(self, name: str, buffer: Tensor) -> Tensor:
+        """The buffer itself with its values, on the device of the model."""
+        if self._is_stored(name) or origin_of(buffer) is not None:
+            buffer.data = self._whole(name, buffer)
+        elif buffer.device != self.device:
+            buffer = buffer.to(self.device)
+        self._from_rank_0(buffer.detach())
+        return buffer
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        values = self._values(name, tensor, Span(0, tensor.numel()))
+        return values.view(tensor.shape).to(self.device, tensor.dtype, copy=True)
+
+    # -- sources ----------------------------------------------------------------------------------------
+
+    def _is_stored(self, name: str) -> bool:
+        return self._match is not None and name in self._match.stored
+
+    def _values(self, name: str, tensor: Tensor, span: Span) -> Tensor:
+        """Elements `span` of a tensor of the model, flat, in the dtype and on the device of their source."""
+        if self._match is not None and name in self._match.stored:
+            return self._match.files.read(self._match.stored[name], span)
+        origin = origin_of(tensor)
+        if origin is None:
+            return tensor.detach().reshape(-1)[span.start : span.stop]
+        if self._replayed is None or self._replayed[0] is not origin:
+            self._replayed = None  # the one before goes first
+            self._replayed = origin, replay([origin])[origin]
+        return Ref.to(tensor, origin).on(self._replayed[1]).reshape(-1)[span.start : span.stop]
+
+    def _from_rank_0(self, tensor: Tensor) -> None:
+        if self._world.size == 1 or tensor.numel() == 0:
+            return
+        sent = tensor.contiguous()
+        self._world.collectives(tensor.device).broadcast(sent.view(-1), 0, self._world.everybody).wait()
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent)
+
+
+def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:
+    """The model's names in the files of `weights`; if one rank cannot find them, all raise what the first one says."""
+    if wishes.weights is None:
+        return None
+    found, refusal = None, ""
+    try:
+        found = match(model, WeightFiles(wishes.weights), strict=wishes.strict)
+    except (CheckpointError, ModelError) as error:
+        refusal = f"{type(error).__name__}:{error}"
+    refusals = [said for said in world.exchange(refusal.encode()) if said]
+    if refusals or found is None:
+        kind, _, letter = refusals[0].decode().partition(":")
+        raise (CheckpointError if kind == "CheckpointError" else ModelError)(letter)
+    return found

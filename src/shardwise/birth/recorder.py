@@ -1,0 +1,381 @@
+"""Modules built without memory: constructors run, and their operations are written down instead of made.
+
+See [Note: histories] in `tape.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from shardwise.birth.deferred import defer
+from shardwise.birth.tape import (
+    Function,
+    Operation,
+    Origin,
+    Ref,
+    common_generator,
+    origin_of,
+    origin_of_storage,
+    replay,
+    set_origin,
+    values_of,
+)
+from shardwise.errors import ModelError
+
+Tensor = torch.Tensor
+META = torch.device("meta")
+
+OVERWRITE = {"normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
+OVERWRITE |= {"fill_", "zero_", "copy_", "bernoulli_"}
+"""In-place operations that do not look at what was there."""
+
+
+@contextmanager
+def deferred_init() -> Iterator[None]:
+    """Inside, modules are built without memory for their parameters; `shard` makes each rank's part of the values.
+
+    ```python
+    with sw.deferred_init():
+        model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = sw.shard(model, "zero3", optimizer=optimizer)
+    ```
+
+    The values are those that `build()` would have made, bit for bit, and the random generators go on from the same
+    state. Each random operation is executed once, into a tensor that is thrown away, so building takes the time that
+    it always takes and, at its peak, the memory of one tensor. On leaving, buffers and plain tensors get their
+    values; parameters (`nn.Parameter`s registered in a module) get theirs from `shard`, and refuse to be computed
+    with before, though they have a shape, a dtype and a device, may be given to an optimizer, frozen or tied.
+    What a constructor reads (`.item()`) is computed when it is read. Real tensors that it copies from are kept.
+
+    No rank has to wait for another. Raises `ModelError` for operations that cannot be put off.
+    """
+    recorder = Recorder()
+    with recorder.recording():
+        yield
+    recorder.finish()
+
+
+class Recorder:
+    """One recording, and the storages that it has left without memory."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Put off operations of this thread."""
+        operations = _Operations(self)
+        with _BesideDispatch(operations), operations:
+            yield
+
+    def finish(self, but: Iterable[Tensor] = ()) -> None:
+        """Give values to all that is not a parameter, nor among `but`; let parameters wait."""
+        live = [storage for reference in self._storages if (storage := reference()) is not None]
+        ours = {origin: storage for storage in live if (origin := origin_of_storage(storage)) is not None}
+        waiting = [param for param in _module_params() if type(param) is nn.Parameter and origin_of(param) in ours]
+        for tensor in (*waiting, *but):
+            if (origin := origin_of(tensor)) is not None:
+                ours.pop(origin, None)
+        for origin, storage in ours.items():
+            fill(storage, origin)
+        for param in waiting:
+            defer(param)
+
+    def tensor(self, like: Tensor, device: torch.device) -> tuple[Tensor, Origin]:
+        """A tensor of `like`'s geometry without memory, and its history, still empty."""
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        storage = tensor.untyped_storage()
+        origin = Origin(next(self.numbers), storage.nbytes(), tensor.device)
+        storage.resize_(0)
+        set_origin(storage, origin)
+        self._storages.append(weakref.ref(storage))
+        return tensor, origin
+
+
+def fill(storage: torch.UntypedStorage, origin: Origin) -> None:
+    """Give a storage its values, and all tensors on it with it."""
+    values = replay([origin])[origin]
+    storage.resize_(origin.num_bytes)
+    storage.copy_(values, non_blocking=False)
+    set_origin(storage, None)
+
+
+def _module_params() -> Iterator[Tensor]:
+    """The parameters of every module there is. A hook on registration would miss modules that were copied."""
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Module):
+            yield from (param for param in found.__dict__.get("_parameters", {}).values() if param is not None)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Sees every operation below autograd, and decides: put off, look at now, or none of our business."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._recorder = recorder
+        self.is_paused = False
+
+    def __torch_dispatch__(
+        self,
+        func: Function,
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if self.is_paused:
+            return func(*args, **given)
+        tensors = [leaf for leaf in tree_iter((args, given)) if isinstance(leaf, Tensor)]
+        put_off = [tensor for tensor in tensors if origin_of(tensor) is not None]
+        if not put_off:
+            if tensors or not _makes_plain_tensors(func, given):
+                return func(*args, **given)
+        elif _looks_anew(func):
+            with _sized(put_off):
+                return func(*args, **given)
+        written = _written(func, args, given)
+        if any(origin_of(tensor) is None for tensor in written) or not (written or _makes_tensors(func)):
+            return func(*_real(args), **_real(given))  # a value is asked for, or kept where we cannot follow
+        return self._put_off(func, args, given, written)
+
+    @torch.no_grad()
+    def _put_off(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
+        """Find out what `func` would make, and write it down."""
+        state = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            state = _generator(args, kwargs).get_state()
+            result = func(*_real(args, _scratch(func)), **_real(kwargs))
+            kwargs.pop("generator", None)
+        else:
+            try:
+                result = func(*_on_meta(args), **_on_meta({**kwargs, **_meta_device(func, kwargs)}))
+            except (NotImplementedError, RuntimeError):
+                # No rule for shapes alone, or they depend on values, or the call is wrong and says so again here.
+                result = func(*_real(args), **_real(kwargs))
+                if not written:
+                    return result
+        return self._write_down(func, args, kwargs, written, result, state)
+
+    def _write_down(
+        self,
+        func: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[Tensor],
+        result: Any,
+        state: Tensor | None,
+    ) -> Any:
+        device = _device(args, kwargs)
+        made: list[tuple[Tensor, Ref]] = []
+
+        def without_memory(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            tensor, origin = self._recorder.tensor(leaf, device)
+            made.append((tensor, Ref.to(tensor, origin)))
+            return tensor
+
+        returned = _in_place_results(func, args, kwargs)
+        result = returned if returned is not None else tree_map(without_memory, result)
+        shown = {id(tensor): _ref(tensor) for tensor in written}
+        overwritten = tuple(ref.origin for ref in shown.values() if _name(func) in OVERWRITE and ref.covers_all)
+        recorded_args, recorded_kwargs = tree_map(_recorded, (args, kwargs))
+        refs = [leaf for leaf in tree_iter((recorded_args, recorded_kwargs)) if isinstance(leaf, Ref)]
+        reads_shape_only = _name(func).endswith("_like") or _name(func).startswith("new_")
+        blind = _name(func) in OVERWRITE
+        needs = () if reads_shape_only else tuple(r for r in refs if not (blind and r.origin in overwritten))
+        operation = Operation(
+            next(self._recorder.numbers),
+            func,
+            recorded_args,
+            recorded_kwargs,
+            tuple(ref for _, ref in made),
+            needs,
+            overwritten,
+            torch.get_default_dtype(),
+            state,
+        )
+        for ref in (*shown.values(), *operation.made):
+            ref.origin.writes.append(operation)
+        return result
+
+
+class _BesideDispatch(TorchFunctionMode):
+    """What reads or copies memory without an operation: asked of a tensor without any, it gets the values."""
+
+    READS = (Tensor.numpy, Tensor.tolist, Tensor.__dlpack__, Tensor.__reduce_ex__)
+
+    def __init__(self, operations: _Operations) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and origin_of(args[0]) is not None:
+            copied, memo = args[0], args[1]
+            memo[id(copied)] = copied.detach().clone(memory_format=torch.preserve_format)
+            return memo[id(copied)].requires_grad_(copied.requires_grad)
+        if func in self.READS and origin_of(args[0]) is not None:
+            self._operations.is_paused = True  # the values are computed in earnest
+            try:
+                args = (values_of(args[0]), *args[1:])
+            finally:
+                self._operations.is_paused = False
+        return func(*args, **(kwargs or {}))
+
+
+# -- what a call is ---------------------------------------------------------------------------------------
+
+
+def _name(func: Function) -> str:
+    return func._schema.name.partition("::")[2]
+
+
+def _makes_tensors(func: Function) -> bool:
+    return any("Tensor" in str(returned.type) for returned in func._schema.returns)
+
+
+def _makes_plain_tensors(func: Function, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call without tensors makes one of a kind that we can put off."""
+    device = torch.device(kwargs.get("device") or "cpu")
+    is_plain = kwargs.get("layout") in (None, torch.strided) and not kwargs.get("pin_memory")
+    return is_plain and device.type in ("cpu", "cuda") and _makes_tensors(func)
+
+
+def _looks_anew(func: Function) -> bool:
+    """Whether a call only makes or changes a view, for which no values are needed."""
+    if torch.Tag.inplace_view in func.tags or _name(func) == "set_":
+        return True
+    seen = [returned.alias_info for returned in func._schema.returns]
+    return bool(seen) and all(info is not None and not info.is_write for info in seen)
+
+
+def _written(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for argument, value in _bound(func, args, kwargs):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+    return found
+
+
+def _bound(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    arguments = func._schema.arguments
+    yield from zip(arguments, args, strict=False)
+    by_name = {argument.name: argument for argument in arguments}
+    yield from ((by_name[name], value) for name, value in kwargs.items())
+
+
+def _in_place_results(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments that an in-place call returns; `None` for one that makes something new."""
+    returns = func._schema.returns
+    if any(returned.alias_info is None or not returned.alias_info.is_write for returned in returns):
+        if any(returned.alias_info is not None for returned in returns):
+            raise ModelError(f"{func} both changes and makes tensors; it cannot be put off inside deferred_init.")
+        return None
+    by_name = {
+        label: value
+        for argument, value in _bound(func, args, kwargs)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for label in argument.alias_info.before_set
+    }
+    labels = [next(iter(returned.alias_info.before_set)) for returned in returns if returned.alias_info is not None]
+    found = tuple(by_name[label] for label in labels)
+    return found[0] if len(found) == 1 else found
+
+
+def _generator(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Generator:
+    for leaf in tree_iter((args, dict(kwargs))):
+        if isinstance(leaf, torch.Generator):
+            return leaf
+    return common_generator(_device(args, kwargs))
+
+
+def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    tensors = [leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    return next((tensor.device for tensor in tensors if tensor.dim()), torch.device("cpu"))
+
+
+# -- its arguments, otherwise -----------------------------------------------------------------------------
+
+
+def _ref(tensor: Tensor) -> Ref:
+    origin = origin_of(tensor)
+    assert origin is not None
+    return Ref.to(tensor, origin)
+
+
+def _recorded(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return _ref(leaf) if origin_of(leaf) is not None else leaf.detach().clone()
+
+
+def _real(value: Any, scratch: bool = False) -> Any:
+    """With values in place of tensors that have none; with any values, if they are not looked at."""
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or origin_of(leaf) is None:
+            return leaf
+        if scratch:
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return values_of(leaf)
+
+    return tree_map(real, value)
+
+
+def _scratch(func: Function) -> bool:
+    return _name(func).endswith("_like") or (_name(func) in OVERWRITE and func._overloadname != "Tensor")
+
+
+def _on_meta(value: Any) -> Any:
+    def on_meta(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
+
+    return tree_map(on_meta, value)
+
+
+def _meta_device(func: Function, kwargs: Mapping[str, Any]) -> dict[str, torch.device]:
+    takes_device = any(argument.name == "device" for argument in func._schema.arguments)
+    makes_from_nothing = not any(str(argument.type) == "Tensor" for argument in func._schema.arguments)
+    return {"device": META} if takes_device and ("device" in kwargs or makes_from_nothing) else {}
+
+
+@contextmanager
+def _sized(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """For as long as a view is made its bounds are checked: storages have their size, untouched."""
+    storages = {origin: tensor.untyped_storage() for tensor in tensors if (origin := origin_of(tensor)) is not None}
+    for origin, storage in storages.items():
+        storage.resize_(origin.num_bytes)
+    try:
+        yield
+    finally:
+        for origin, storage in storages.items():
+            grown = storage.nbytes() != origin.num_bytes
+            storage.resize_(0)
+            if grown:
+                raise ModelError(
+                    "A tensor was made larger in place (resize_) inside deferred_init, which cannot be put off. "
+                    "Make it in its last size, or build the model without deferred_init."
+                )

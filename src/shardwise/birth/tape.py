@@ -1,0 +1,270 @@
+"""Histories of tensors that have no memory yet, and their replay.
+
+[Note: histories] A tensor made inside `deferred_init` is an ordinary one whose storage is empty. Its storage
+carries an `Origin`: all operations that wrote to it, in order, with what they read, and for a random one the state
+that the generator was in. To have the values of one storage, the operations that lead to it are replayed, and no
+others: backwards from its last write to an operation that overwrites all of it, and so on for what those read. So
+a rank makes just the parameters of which it keeps something, bit for bit as the plain constructor does, whatever
+was drawn before or between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map
+
+from shardwise.errors import ModelError
+
+Tensor = torch.Tensor
+Function = torch._ops.OpOverload
+_ORIGIN = "shardwise_origin"
+"""The attribute by which a storage of ours, which lives as long as any tensor on it, keeps its history."""
+
+
+@dataclass(eq=False)
+class Origin:
+    """The history of one storage: its size in bytes, its device, and what wrote to it."""
+
+    number: int
+    num_bytes: int
+    device: torch.device
+    writes: list[Operation] = field(default_factory=list, repr=False)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor on a storage that has a history: which elements of it, seen how."""
+
+    origin: Origin
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def to(cls, tensor: Tensor, origin: Origin) -> Ref:
+        return cls(origin, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+    @property
+    def covers_all(self) -> bool:
+        """Whether these elements are the whole storage; more elements than fit in it would overlap."""
+        num_bytes = self.dtype.itemsize
+        for size in self.shape:
+            num_bytes *= size
+        return num_bytes == self.origin.num_bytes and 0 not in self.stride
+
+    def said(self) -> str:
+        return f"{self.origin.number}{self.shape}{self.stride}{self.offset}{self.dtype}"
+
+
+@dataclass(eq=False)
+class Operation:
+    """One call that was not made, or was made and thrown away. In its arguments tensors are `Ref`s or real values."""
+
+    number: int
+    function: Function
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made: tuple[Ref, ...]
+    """What it returns that was not there before, in order."""
+    needs: tuple[Ref, ...]
+    """What must have its values before."""
+    overwritten: tuple[Origin, ...]
+    """Storages that it fills from end to end without a look at them."""
+    default_dtype: torch.dtype
+    generator_state: Tensor | None
+
+    def said(self) -> Iterator[bytes | memoryview]:
+        """What decides its result, for a digest."""
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        yield f"{self.function} {structure} {self.default_dtype}".encode()
+        for leaf in leaves:
+            if isinstance(leaf, Ref):
+                yield leaf.said().encode()
+            elif isinstance(leaf, Tensor):
+                yield f"{leaf.shape} {leaf.dtype}".encode()
+                yield tensor_bytes(leaf)
+            else:
+                yield repr(leaf).encode()
+        if self.generator_state is not None:
+            yield tensor_bytes(self.generator_state)
+
+
+def origin_of(tensor: Tensor) -> Origin | None:
+    """The history of a tensor's memory; `None` for a tensor like any other."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    origin: Origin | None = getattr(tensor.untyped_storage(), _ORIGIN, None)
+    return origin
+
+
+def set_origin(storage: torch.UntypedStorage, origin: Origin | None) -> None:
+    if origin is None:
+        delattr(storage, _ORIGIN)
+    else:
+        setattr(storage, _ORIGIN, origin)
+
+
+def origin_of_storage(storage: torch.UntypedStorage) -> Origin | None:
+    origin: Origin | None = getattr(storage, _ORIGIN, None)
+    return origin
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """A real tensor with the values that `tensor` has by its history; `tensor` itself if it has none."""
+    origin = origin_of(tensor)
+    if origin is None:
+        return tensor
+    return Ref.to(tensor, origin).on(replay([origin])[origin])
+
+
+def digest_of(origins: Iterable[Origin]) -> bytes:
+    """Equal on two ranks if they would make the same values, element for element."""
+    digest = hashlib.sha256()
+    for operation in _leading_to(origins):
+        for part in operation.said():
+            digest.update(part)
+    return digest.digest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+@torch.no_grad()
+def replay(targets: Sequence[Origin]) -> dict[Origin, torch.UntypedStorage]:
+    """The bytes of `targets`. Whatever else it takes is let go of after its last use."""
+    operations = _leading_to(targets)
+    last_use = {origin: op.number for op in operations for origin in _touched(op)}
+    storages: dict[Origin, torch.UntypedStorage] = {}
+    for operation in operations:
+        _run(operation, storages)
+        for origin in _touched(operation):
+            if last_use[origin] == operation.number and origin not in targets:
+                del storages[origin]
+    return {origin: _storage(origin, storages) for origin in targets}
+
+
+def _leading_to(targets: Iterable[Origin]) -> list[Operation]:
+    """Every operation on which the last values of `targets` depend, in the order of recording."""
+    found: dict[int, Operation] = {}
+    due = [(origin, 2**63) for origin in targets]
+    followed: set[tuple[Origin, int]] = set()
+    while due:
+        origin, before = due.pop()
+        for operation in reversed(origin.writes):
+            if operation.number >= before:
+                continue
+            if (origin, operation.number) in followed:
+                break
+            followed.add((origin, operation.number))
+            if operation.number not in found:
+                found[operation.number] = operation
+                due += [(ref.origin, operation.number) for ref in operation.needs]
+            if origin in operation.overwritten:
+                break
+    return [found[number] for number in sorted(found)]
+
+
+def _touched(operation: Operation) -> set[Origin]:
+    refs = (leaf for leaf in tree_iter((operation.args, operation.kwargs)) if isinstance(leaf, Ref))
+    return {ref.origin for ref in (*refs, *operation.made)}
+
+
+def _run(operation: Operation, storages: dict[Origin, torch.UntypedStorage]) -> None:
+    def real(leaf: Any) -> Any:
+        return leaf.on(_storage(leaf.origin, storages)) if isinstance(leaf, Ref) else leaf
+
+    args, kwargs = tree_map(real, (operation.args, operation.kwargs))
+    with _default_dtype(operation.default_dtype):
+        result = call(operation.function, args, kwargs, operation.generator_state)
+    if not operation.made:
+        return
+    made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+    for ref, tensor in zip(operation.made, made, strict=True):
+        if (tuple(tensor.shape), tensor.dtype) != (ref.shape, ref.dtype):
+            raise ModelError(
+                f"{operation.function} made {list(ref.shape)} {ref.dtype} when the model was built, and now "
+                f"{list(tensor.shape)} {tensor.dtype}. Build the model without deferred_init."
+            )
+        if tensor.stride() != ref.stride or tensor.untyped_storage().nbytes() != ref.origin.num_bytes:
+            tensor = ref.on(_storage(ref.origin, storages)).copy_(tensor)
+        storages[ref.origin] = tensor.untyped_storage()
+
+
+def call(function: Function, args: Any, kwargs: Any, generator_state: Tensor | None) -> Any:
+    """`function`, with random numbers from `generator_state` on; the user's generators stay as they are."""
+    if generator_state is None:
+        return function(*args, **kwargs)
+    device = _device_of(args, kwargs)
+    generator = torch.Generator(device)
+    generator.set_state(generator_state)
+    seeded = _with_generator(function)
+    if seeded is not None:
+        return seeded(*args, **kwargs, generator=generator)
+    common = common_generator(device)
+    before = common.get_state()
+    common.set_state(generator_state)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        common.set_state(before)
+
+
+def common_generator(device: torch.device) -> torch.Generator:
+    """The generator from which `device` draws when a call names none."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator: torch.Generator = torch.cuda.default_generators[index]
+        return generator
+    return torch.default_generator
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device:
+    named = kwargs.get("device")
+    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    return torch.device(named) if named is not None else tensors[0].device if tensors else torch.device("cpu")
+
+
+def _with_generator(function: Function) -> Function | None:
+    """`function`, or its like, with a `generator` argument: `randn` has another overload for it."""
+    names = [argument.name for argument in function._schema.arguments]
+    if "generator" in names:
+        return function
+    packet = function.overloadpacket
+    for overload in packet.overloads():
+        other: Function = getattr(packet, overload)
+        theirs = [argument.name for argument in other._schema.arguments]
+        if "generator" in theirs and [name for name in theirs if name != "generator"] == names:
+            return other
+    return None
+
+
+def _storage(origin: Origin, storages: dict[Origin, torch.UntypedStorage]) -> torch.UntypedStorage:
+    """Bytes for `origin`, undefined if no operation has made them: all of them will be overwritten."""
+    if origin not in storages:
+        storages[origin] = torch.empty(origin.num_bytes, dtype=torch.uint8, device=origin.device).untyped_storage()
+    return storages[origin]
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if dtype == before:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,133 @@
+"""Ranks that run a sharded model at their own pace come to what the plain model comes to."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from test_weights import gpt2, llama
+from twins import Transformer, adamw, batches, engine_step
+
+import shardwise as sw
+from shardwise.errors import StateError
+from shardwise.testing import run_ranks
+
+KEEP = {"whole": None, "some": 30_000, "none": 0}
+
+
+def prompts(num: int) -> list[torch.Tensor]:
+    numbers = torch.Generator().manual_seed(4)
+    return [torch.randint(0, 97, (1, 3 + rank), generator=numbers) for rank in range(num)]
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("keep", KEEP)
+def test_generate_with_other_prompts_and_lengths_on_every_rank(build, keep: str) -> None:
+    torch.manual_seed(0)
+    twin = build().eval()
+    given = prompts(3)
+    lengths = (2, 9, 5)
+    expected = [
+        twin.generate(prompt, max_new_tokens=length, do_sample=False)
+        for prompt, length in zip(given, lengths, strict=True)
+    ]
+    replicas = [copy.deepcopy(twin) for _ in range(3)]
+
+    def rank(world: sw.World) -> tuple[torch.Tensor, int]:
+        engine = sw.shard(replicas[world.rank], "zero3", world=world)
+        with engine.inference(KEEP[keep]):
+            tokens = engine.module.generate(given[world.rank], max_new_tokens=lengths[world.rank], do_sample=False)
+        return tokens, engine._meter.now["working"]
+
+    for (tokens, working), theirs in zip(run_ranks(3, rank), expected, strict=True):
+        assert torch.equal(tokens, theirs)
+        assert working == 0
+
+
+@pytest.mark.parametrize("keep", KEEP)
+@pytest.mark.parametrize("preset", ["zero3", "zero1", "hsdp"])
+def test_any_method_between_training_steps(preset: str, keep: str) -> None:
+    """`logits` calls blocks and reads the positions' weights without the model's own forward."""
+    num_ranks = 4 if preset == "hsdp" else 2
+    torch.manual_seed(0)
+    start = Transformer(tied=True)
+    replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
+    data = batches(3)
+
+    def rank(world: sw.World) -> None:
+        model = replicas[world.rank]
+        plan = {"preset": preset, **({"mesh": {"node": 2, "local": 2}} if preset == "hsdp" else {})}
+        engine = sw.shard(model, plan, optimizer=(optimizer := adamw(model)), world=world)
+        for index, (x, y) in enumerate(data):
+            engine_step(engine, optimizer, (x, y))
+            plain = Transformer(tied=True)
+            plain.load_state_dict(engine.state_dict())
+            with engine.inference(KEEP[keep]):
+                for _ in range((world.rank + index) % 3):
+                    assert torch.equal(model.logits(x), plain.logits(x))
+                    assert torch.equal(model(x, y), plain(x, y))
+
+    with torch.random.fork_rng():
+        run_ranks(num_ranks, rank)
+
+
+def test_a_rank_that_fails_takes_the_others_along() -> None:
+    replicas = [Transformer() for _ in range(3)]
+    x, _ = batches(1)[0]
+    seen: dict[int, str] = {}
+    done = threading.Barrier(3)
+
+    def rank(world: sw.World) -> None:
+        engine = sw.shard(replicas[world.rank], "zero3", world=world)
+
+        def answer() -> None:
+            with engine.inference(0):
+                for index in range(3):
+                    if world.rank == 1 and index == 1:
+                        raise ValueError("a bad prompt")
+                    engine.module.logits(x)
+
+        with pytest.raises((ValueError, StateError)) as caught:
+            answer()
+        seen[world.rank] = str(caught.value)
+        done.wait(30)
+        with engine.inference():  # and it can be entered again
+            engine.module.logits(x)
+
+    run_ranks(3, rank)
+    assert seen[1] == "a bad prompt"
+    assert "Rank 1 left engine.inference() with an error" in seen[0]
+    assert "Rank 1 left engine.inference() with an error" in seen[2]
+
+
+def test_training_inside_is_refused() -> None:
+    model = Transformer()
+    engine = sw.shard(model, "zero3")
+    x, y = batches(1)[0]
+    with pytest.raises(StateError, match="Train outside"), engine.inference(), torch.enable_grad():
+        model(x, y)
+    with engine.inference(), pytest.raises(StateError, match="entered between"), engine.inference():
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at an input that is no leaf
+def test_compiled_units_generate_uncompiled_and_train_on_compiled() -> None:
+    replicas = [Transformer() for _ in range(2)]
+    data = batches(3)
+
+    def rank(world: sw.World) -> bool:
+        model = replicas[world.rank]
+        plan = {"preset": "zero3", "compile": "aot_eager"}
+        engine = sw.shard(model, plan, optimizer=(optimizer := adamw(model)), world=world)
+        for batch in data[:2]:
+            engine_step(engine, optimizer, batch)
+        with engine.inference(0):
+            assert "forward" not in model.blocks[0].__dict__
+            for _ in range(world.rank + 1):
+                model.logits(data[2][0])
+        engine_step(engine, optimizer, data[2])
+        return "forward" in model.blocks[0].__dict__
+
+    assert run_ranks(2, rank) == [True, True]

@@ -1,0 +1,180 @@
+"""Weights from safetensors files: each rank reads its own part, and every mistake is told at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from twins import Transformer
+
+import shardwise as sw
+from shardwise.birth.files import WeightFiles
+from shardwise.errors import CheckpointError, ModelError
+from shardwise.placement import Span
+from shardwise.testing import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=97, n_positions=16, n_embd=32, n_layer=3, n_head=4)
+    )
+
+
+def llama(*, bias: bool = False) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        attention_bias=bias,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def empty(build: Callable[[], nn.Module], how: str, num: int) -> list[nn.Module]:
+    models = []
+    for _ in range(num):
+        with torch.device("meta") if how == "meta" else sw.deferred_init():
+            models.append(build().eval())
+    return models
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("how", ["meta", "deferred"])
+@pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
+def test_folders_of_transformers(build: Any, how: str, shard_size: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    build().save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
+    twin = build().from_pretrained(tmp_path).eval()
+    tokens = torch.randint(0, 97, (2, 9))
+    with torch.no_grad():
+        expected = twin(tokens).logits
+    models = empty(build, how, 2)
+
+    def rank(world: sw.World) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        engine = sw.shard(models[world.rank], "zero3", weights=tmp_path, world=world)
+        with torch.no_grad():
+            return engine(tokens).logits, engine.state_dict()
+
+    for logits, state in run_ranks(2, rank):
+        for name, value in twin.state_dict().items():
+            assert torch.equal(state[name], value), name
+        for name, buffer in twin.named_buffers():
+            assert torch.equal(models[0].get_buffer(name), buffer), name
+        assert torch.equal(logits, expected)
+
+
+def test_each_rank_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(5)
+    llama().save_pretrained(tmp_path)
+    opened: list[WeightFiles] = []
+    init = WeightFiles.__init__
+    monkeypatch.setattr(WeightFiles, "__init__", lambda self, place: (init(self, place), opened.append(self))[0])
+    models = empty(llama, "meta", 4)
+    run_ranks(4, lambda world: sw.shard(models[world.rank], "zero3", weights=tmp_path, world=world).close())
+    sizes = [files.bytes_read for files in opened]
+    whole = sum(param.nbytes for param in llama().parameters())
+    assert sum(sizes) == whole
+    assert max(sizes) < 0.4 * whole
+
+
+def test_tied_weights_and_base_models(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    whole = gpt2()
+    whole.transformer.save_pretrained(tmp_path / "base")
+    whole.save_pretrained(tmp_path / "whole")
+    assert "lm_head.weight" not in load_file(tmp_path / "whole" / "model.safetensors")
+    state = sw.shard(empty(gpt2, "meta", 1)[0], weights=tmp_path / "base").state_dict()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(state[name], value), name
+    base = empty(lambda: gpt2().transformer, "deferred", 1)[0]
+    state = sw.shard(base, weights=tmp_path / "whole" / "model.safetensors").state_dict()
+    for name, value in whole.transformer.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+def test_dtypes_are_converted(tmp_path: Path) -> None:
+    model = Transformer()
+    save_file({name: value.half() for name, value in model.state_dict().items()}, tmp_path / "half.safetensors")
+    save_file({name: value.bfloat16() for name, value in model.state_dict().items()}, tmp_path / "bf16.safetensors")
+    for file, dtype in (("half", torch.float16), ("bf16", torch.bfloat16)):
+        state = sw.shard(Transformer(), weights=str(tmp_path / f"{file}.safetensors")).state_dict()
+        for name, value in model.state_dict().items():
+            assert torch.equal(state[name], value.to(dtype).float()), name
+
+
+def test_all_differences_are_in_one_letter(tmp_path: Path) -> None:
+    stored = Transformer().state_dict()
+    del stored["norm.weight"]
+    stored["extra.weight"] = torch.ones(2)
+    stored["head.weight"] = torch.ones(3, 3)
+    save_file(stored, tmp_path / "model.safetensors")
+    models = [Transformer() for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with pytest.raises(ModelError) as caught:
+            sw.shard(models[world.rank], weights=tmp_path, world=world)
+        letter = str(caught.value)
+        assert "head.weight is [67, 32] in the model and [3, 3] in the file" in letter
+        assert "the files lack norm.weight; the model lacks extra.weight." in letter
+        assert "strict=False" in letter
+
+    run_ranks(2, rank)
+
+
+def test_what_the_files_lack_has_its_own_first_values(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    stored = llama().state_dict()
+    save_file(stored, tmp_path / "model.safetensors")
+    torch.manual_seed(6)
+    twin = llama(bias=True)
+    torch.manual_seed(6)
+    with sw.deferred_init():
+        model = llama(bias=True)
+    with pytest.raises(ModelError, match=r"the files lack model\.layers\.0\.self_attn\.q_proj\.bias"):
+        sw.shard(model, weights=tmp_path)
+    state = sw.shard(model, weights=tmp_path, strict=False).state_dict()
+    for name, value in twin.state_dict().items():
+        assert torch.equal(state[name], stored.get(name, value)), name
+
+
+def test_damaged_and_foreign_files(tmp_path: Path) -> None:
+    def refused(place: Path) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            sw.shard(Transformer(), weights=place)
+        return str(caught.value)
+
+    assert "no such file or folder" in refused(tmp_path / "nowhere")
+    assert "has neither" in refused(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert "is a pickle" in refused(tmp_path)
+    save_file(Transformer().state_dict(), tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "short.safetensors").write_bytes(data[:-9])
+    assert "does not lie within the file" in refused(tmp_path / "short.safetensors")
+    (tmp_path / "noise.safetensors").write_bytes(b"\\xff" * 64)
+    assert "not a safetensors file" in refused(tmp_path / "noise.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    assert "names gone.safetensors" in refused(tmp_path)
+
+
+def test_spans_are_read_as_stored(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(60).view(5, 12).float(), "b": torch.arange(7), "c": torch.tensor([True, False])}
+    save_file(tensors, tmp_path / "x.safetensors")
+    files = WeightFiles(tmp_path / "x.safetensors")
+    assert torch.equal(files.read("a", Span(7, 31)), torch.arange(7, 31).float())
+    assert torch.equal(files.read("b", Span(3, 7)), torch.arange(3, 7))
+    assert torch.equal(files.read("c", Span(0, 2)), tensors["c"])
+    assert files.bytes_read == 24 * 4 + 4 * 8 + 2
