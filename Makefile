@@ -20,7 +20,8 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: lint types floors ## all that has to pass before anything lands
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto tests/pure tests/ranks tests/golden tests/face
+	$(BIN)/pytest tests/processes tests/faults tests/device
 
 lint: .venv/.test ## style, by ruff
 	$(BIN)/ruff check .

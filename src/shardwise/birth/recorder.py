@@ -5,8 +5,8 @@ See [Note: histories] in `tape.py`.
 
 from __future__ import annotations
 
-import gc
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
@@ -73,19 +77,37 @@ class Recorder:
     def __init__(self) -> None:
         self.numbers = itertools.count()
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._thread_id = threading.get_ident()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Put off operations of this thread."""
+        """Put off operations of this thread, and note the modules that get parameters or parts."""
         operations = _Operations(self)
-        with _BesideDispatch(operations), operations:
-            yield
+        noting = (register_module_parameter_registration_hook, register_module_module_registration_hook)
+        handles = [register(self._note) for register in noting]
+        try:
+            with _BesideDispatch(operations), operations:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, module: nn.Module, _: str, part: object) -> None:
+        if threading.get_ident() == self._thread_id:
+            self._modules.update(found for found in (module, part) if isinstance(found, nn.Module))
+
+    def _params(self) -> Iterator[Tensor]:
+        """The parameters of all modules that were noted, and of what is in them: a copied module is noted as a part."""
+        modules = {inner for module in self._modules for inner in module.modules()}
+        for module in modules:
+            yield from (param for param in module._parameters.values() if param is not None)
 
     def finish(self, but: Iterable[Tensor] = ()) -> None:
         """Give values to all that is not a parameter, nor among `but`; let parameters wait."""
         live = [storage for reference in self._storages if (storage := reference()) is not None]
         ours = {origin: storage for storage in live if (origin := origin_of_storage(storage)) is not None}
-        waiting = [param for param in _module_params() if type(param) is nn.Parameter and origin_of(param) in ours]
+        waiting = [param for param in self._params() if type(param) is nn.Parameter and origin_of(param) in ours]
         for tensor in (*waiting, *but):
             if (origin := origin_of(tensor)) is not None:
                 ours.pop(origin, None)
@@ -111,13 +133,6 @@ def fill(storage: torch.UntypedStorage, origin: Origin) -> None:
     storage.resize_(origin.num_bytes)
     storage.copy_(values, non_blocking=False)
     set_origin(storage, None)
-
-
-def _module_params() -> Iterator[Tensor]:
-    """The parameters of every module there is. A hook on registration would miss modules that were copied."""
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Module):
-            yield from (param for param in found.__dict__.get("_parameters", {}).values() if param is not None)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
