@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
 NUM_STEPS, NUM_RANKS, ROWS = 4, 2, 8
+BUILDING = threading.Lock()  # threads share their random numbers
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -67,9 +68,22 @@ class Feature:
     optimizer: MakeOptimizer | None = None
     loop: str = ""
     frozen: bool = False
+    deferred: bool = False
     excludes: tuple[str, ...] = ()
     rel: float = 2e-6
     atol: float = 2e-5
+
+
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.Lamb(model.parameters(), lr=3e-3, eps=1e-5)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """The blocks' matrices by Muon, in fp32 so that rounding does not tell ranks apart; all else by AdamW."""
+    matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
+    others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
+    groups = [{"params": matrices, "lr": 2e-2}, {"params": others, "lr": 3e-3, "use_muon": False, "adamw_eps": 1e-5}]
+    return sw.optim.Muon(groups, iterate_in="fp32")
 
 
 FEATURES: dict[str, Feature] = {
@@ -95,6 +109,11 @@ FEATURES: dict[str, Feature] = {
     "save and resume": Feature(loop="resume"),
     "whole states": Feature(loop="state_dict"),
     "compile": Feature(plan={"compile": "aot_eager"}),
+    "LAMB": Feature(optimizer=lamb, excludes=("Muon",)),
+    "Muon": Feature(optimizer=muon, rel=1e-5, atol=1e-4),
+    "another plan": Feature(loop="reshard"),
+    "deferred birth": Feature(deferred=True),
+    "inference between": Feature(loop="infer"),
 }
 PAIRS = [
     (one, other)
@@ -120,10 +139,13 @@ class Race:
     def loops(self) -> set[str]:
         return {feature.loop for feature in self.both}
 
-    def model(self) -> Subject:
-        torch.manual_seed(0)
+    def model(self, *, sharded: bool = False) -> Subject:
+        """The same values every time."""
         flags = dict.fromkeys(("tied", "recompute", "experts"), False)
-        model = Subject(**{**flags, **self.one.model, **self.other.model})
+        deferred = sharded and any(feature.deferred for feature in self.both)
+        with BUILDING, sw.deferred_init() if deferred else contextlib.nullcontext():
+            torch.manual_seed(0)
+            model = Subject(**{**flags, **self.one.model, **self.other.model})
         if any(feature.frozen for feature in self.both):
             model.blocks[0].requires_grad_(False)
             model.positions.requires_grad_(False)
@@ -203,13 +225,19 @@ class Runner:
         if "evaluate" in loops:
             with torch.no_grad():
                 self.engine(*batch)
+        if "infer" in loops:
+            with self.engine.inference(0):
+                self.engine(*batch)
+        if "reshard" in loops and step in (1, 2):
+            changed = {"preset": ("zero1", "zero3-kept")[step - 1]}
+            self.engine.reshard({**self.race.plan(), **changed})
         if "state_dict" in loops and step == 1:
             self.engine.load_state_dict(self.engine.state_dict())
         if "resume" in loops and step == 1:
             state = {"scheduler": self.scheduler.state_dict()} if self.scheduler is not None else {}
             self.engine.save(self.folder, state=state)
             self.engine.close()
-            self.begin(self.race.model())
+            self.begin(self.race.model(sharded=True))
             loaded = self.engine.resume(self.folder)
             assert loaded is not None
             if self.scheduler is not None:
@@ -222,8 +250,7 @@ def test_every_pair_of_features_races_its_twin(one: str, other: str, tmp_path: P
     race = Race(FEATURES[one], FEATURES[other])
     data = batches(NUM_STEPS, rows=ROWS)
     losses, params = plain(race, data)
-    start = race.model()
-    replicas = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
+    replicas = [race.model(sharded=True) for _ in range(NUM_RANKS)]
 
     def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
         runner = Runner(race, world, replicas[world.rank], tmp_path)
