@@ -29,6 +29,7 @@ def record_init(model: nn.Module, device: torch.device, init: Init | None, fille
     if helpless:
         raise _nobody_fills([name for name in wanted if name.rpartition(".")[0] in helpless])
     recorder = Recorder()
+    recorder.know(model)
     adopt(model, recorder, device)
     with recorder.recording():
         for path, module in modules.items():

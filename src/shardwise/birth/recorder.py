@@ -93,12 +93,16 @@ class Recorder:
             for handle in handles:
                 handle.remove()
 
+    def know(self, module: nn.Module) -> None:
+        """The parameters of `module`, and of what is in it, wait: it was there before the recording."""
+        self._modules.add(module)
+
     def _note(self, module: nn.Module, _: str, part: object) -> None:
         if threading.get_ident() == self._thread_id:
             self._modules.update(found for found in (module, part) if isinstance(found, nn.Module))
 
     def _params(self) -> Iterator[Tensor]:
-        """The parameters of all modules that were noted, and of what is in them: a copied module is noted as a part."""
+        """The parameters of all modules that are known, and of what is in them: a copied module is noted as a part."""
         modules = {inner for module in self._modules for inner in module.modules()}
         for module in modules:
             yield from (param for param in module._parameters.values() if param is not None)
