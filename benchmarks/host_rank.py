@@ -49,6 +49,8 @@ class EchoTransport:
     So they agree on the model and on every verdict, as real ones would; what it copies counts against us.
     """
 
+    name = "echo"
+
     def __init__(self) -> None:
         self._said: dict[tuple[int, int], Tensor] = {}
 

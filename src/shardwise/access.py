@@ -54,6 +54,8 @@ class Access:
             raise ModelError(f"{name} has shape {list(slot.shape)}, but the new value has {list(value.shape)}.")
         if what != PARAM and not self._exists_anywhere(flat, index, what):
             raise ModelError(f"{name} has no {what} to write to; there is one {_when(what)}.")
+        if what == PARAM:
+            self._runner.open_params()
         piece, span = self._piece(flat, index, what), _span(flat, index)
         if piece is not None and what not in (PARAM, GRAD) and self._optimizer is not None:
             self._optimizer.write_state(flat, index, what, value.reshape(-1)[span.start : span.stop])
@@ -110,6 +112,7 @@ class Access:
                     f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(value.shape)}."
                 )
         by_tensor = {param: name for name, param in self._model.named_parameters()}
+        self._runner.open_params()
         for name, value in own.items():
             home = self._homes.get(by_tensor.get(value, ""))
             if home is None:
@@ -178,6 +181,7 @@ class Access:
         try:
             yield
             if write:
+                self._runner.open_params()
                 for mover in chosen:
                     self._take_over(mover)
         finally:

@@ -27,7 +27,7 @@ from shardwise.checkpoint import (
     load,
     rng,
 )
-from shardwise.comm import World
+from shardwise.comm import Commons, World
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError, StateError
 from shardwise.formats import DTYPES, MAX_FILE_BYTES, save_pretrained
@@ -42,6 +42,7 @@ from shardwise.storage import (
     choose_units,
     make_unit,
     rows_for,
+    share,
     torch_dtype,
 )
 from shardwise.telemetry import ByteMeter, write_trace
@@ -148,11 +149,12 @@ class Engine:
         self._is_open = True
         self._meter = ByteMeter()
         self._updates = vet(optimizer, model) if optimizer is not None else {}
-        self._units = _build_units(model, plan, self.mesh, world, self._meter, wishes, self._updates)
+        self._units, self._commons = _build_units(model, plan, self.mesh, world, self._meter, wishes, self._updates)
         self._flats = [flat for unit in self._units for flat in unit.flats]
         self._saver = Saver(world, pinned=self._flats[0].device.type == "cuda")
         self._remembered: dict[str, Stateful] = {}
         self._wire_up(model, optimizer)
+        self._runner.close_params()
 
     def _wire_up(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Tie hooks, programs and the optimizer together."""
@@ -184,6 +186,7 @@ class Engine:
             self._units,
             executor,
             self.world.exchange,
+            self._commons,
             prefetch_bytes=prefetch_bytes,
             compile_backend=self.plan.compile,
         )
@@ -337,6 +340,7 @@ class Engine:
         path = find(Path(folder), self.world)
         if path is None:
             return None
+        self._runner.open_params()
         loaded = load(path, self._content(), self._optimizer, self.world, self._remembered)
         self.num_steps = int(loaded.state["num_steps"])
         if self.scaler is not None and "loss_scale" in loaded.state:
@@ -375,6 +379,7 @@ class Engine:
         self._units = [unit for unit in self._units if unit.flats]
         self._flats = [flat for unit in self._units for flat in unit.flats]
         collectives = self.world.collectives(self._flats[0].device)
+        self._commons = share(self._flats, collectives, mesh, self.world.rank)
         states: dict[str, dict[str, Any]] = {}
         for flat in self._flats:
             states |= belongings.move_into(flat, collectives)
@@ -389,7 +394,7 @@ class Engine:
         if self._optimizer is not None:
             self._optimizer.give_back()
         self._runner.dissolve()
-        del self._units, self._flats, self._runner, self._access, self._verdict, self._optimizer
+        del self._units, self._flats, self._commons, self._runner, self._access, self._verdict, self._optimizer
 
     def save_pretrained(
         self,
@@ -609,6 +614,7 @@ class Engine:
         norm = self._prepare()
         if not self._is_taken:
             return  # without gradients an optimizer changes nothing
+        self._runner.open_params()
         if self.plan.clip_grad_norm is not None:
             clip(self._flats, norm, self.plan.clip_grad_norm)
         self._require_optimizer().offer_gradients()
@@ -691,7 +697,7 @@ def _build_units(
     meter: ByteMeter,
     wishes: Wishes,
     updates: Mapping[nn.Parameter, Update],
-) -> list[Unit]:
+) -> tuple[list[Unit], list[Commons]]:
     """Check, choose, and only then change anything."""
     check_same_everywhere(model, world)
     choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
@@ -699,8 +705,10 @@ def _build_units(
     coordinate = mesh.coordinate(world.rank)
     units = [make_unit(choice, rows, mesh, coordinate, meter, values.device, updates) for choice in choices]
     units = [unit for unit in units if unit.flats]
+    flats = [flat for unit in units for flat in unit.flats]
+    commons = share(flats, world.collectives(values.device), mesh, world.rank)
     values.settle(units)
-    return units
+    return units, commons
 
 
 def _with_table(unit: UnitSpec, table: Table) -> UnitSpec:

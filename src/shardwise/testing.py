@@ -69,12 +69,13 @@ def run_ranks(
     *,
     timeout_seconds: float = 60,
     patience_seconds: float = 1,
+    shares_memory: bool = False,
 ) -> list[Result]:
     """Call `work(world)` on `num_ranks` threads that are each other's world; what they return, by rank.
 
     If ranks raise, the error of the first one to do so is raised here, and the others are released from
-    their waiting. The seconds are those of `World.join`. Random numbers are shared between threads: build
-    models before, or seed under a lock.
+    their waiting. The seconds and `shares_memory` are those of `World.join`. Random numbers are shared between
+    threads: build models before, or seed under a lock.
     """
     office = PostOffice()
     results: dict[int, Result] = {}
@@ -89,6 +90,7 @@ def run_ranks(
                 board=office,
                 timeout_seconds=timeout_seconds,
                 patience_seconds=patience_seconds,
+                shares_memory=shares_memory,
             ) as world:
                 results[index] = work(world)
         except BaseException as error:  # handed to the caller below

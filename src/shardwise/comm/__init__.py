@@ -2,6 +2,7 @@
 
 from shardwise.comm.board import last_words
 from shardwise.comm.collectives import Collectives
+from shardwise.comm.commons import Common, Commons, Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
 from shardwise.comm.pairwise import Pairwise, Transport
@@ -13,10 +14,13 @@ from shardwise.comm.world import EVERYBODY, World
 __all__ = [
     "EVERYBODY",
     "Collectives",
+    "Common",
+    "Commons",
     "Done",
     "Group",
     "Journal",
     "Pairwise",
+    "Part",
     "Pending",
     "PostOffice",
     "ThreadTransport",

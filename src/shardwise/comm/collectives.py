@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from shardwise.comm.commons import Commons, Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
 from shardwise.comm.work import Work
@@ -34,7 +35,7 @@ class Collectives(Protocol):
     def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
         """Sum the ranks' `source` and leave this rank's chunk of it in `out`, in `out`'s dtype.
 
-        Elements travel as `wire`.
+        Elements travel as `wire`. `source` is given away: others may still read it when this rank's work is done.
         """
         ...
 
@@ -59,6 +60,21 @@ class Collectives(Protocol):
 
     def prepare(self, mesh: Mesh) -> None:
         """Make what collectives over the axes of `mesh` need. All ranks of the world call."""
+        ...
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory of undefined content that can be sent from without another copy."""
+        ...
+
+    def commons(self, group: Group, parts: Sequence[Part]) -> Commons | None:
+        """Memory that the ranks of the group read as one, each piece as long as the part says.
+
+        `None` on all of them where they have none. All ranks of the group call.
+        """
+        ...
+
+    def transport(self, group: Group) -> str:
+        """By what the group's bytes travel, in words."""
         ...
 
     def cut(self) -> None:

@@ -40,6 +40,8 @@ class GlooTransport:
     blocked wait, in milliseconds, is to shut its sockets down. The group is of no use afterwards.
     """
 
+    name = "gloo"
+
     def __init__(self, group: dist.ProcessGroup, sockets: Sockets) -> None:
         """`sockets` are those that the group has opened."""
         self._group = group

@@ -37,7 +37,7 @@ _TAGS = 2**31 - 1  # gloo's are not negative, and have 32 bits
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
-_COLLECTIVES = ("comm/pairwise.py", "comm/nccl.py")
+_COLLECTIVES = tuple(f"comm/{name}.py" for name in ("pairwise", "nccl", "small", "shm/collectives", "shm/commons"))
 _EXCHANGE = "World.exchange"  # which many call, for different ends
 _LineKey = tuple[str, int, int, int]
 # One is made for every collective: number, tag, action, what it is called without one, length, backwards.

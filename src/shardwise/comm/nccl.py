@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shardwise.comm import compat
 from shardwise.comm.collectives import Tensor
+from shardwise.comm.commons import Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
 from shardwise.comm.work import LinkError, Pending, Work
@@ -77,6 +78,7 @@ class Nccl:
         self.ledger = Ledger()
         self.journal = journal
         self._world = world
+        self._device = device
         self._marker = _Marker(device)
         journal.device_wait = self._marker.awaited
         self._gathers: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -146,6 +148,15 @@ class Nccl:
         finally:
             self.journal.waiting = None
         return [said or b"" for said in messages]
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def commons(self, group: Group, parts: Sequence[Part]) -> None:
+        """GPUs have no memory in common."""
+
+    def transport(self, group: Group) -> str:  # noqa: ARG002
+        return "nccl"
 
     def cut(self) -> None:
         """Kernels that wait for each other end, with garbage; nothing is read of it, since the journal has a letter."""

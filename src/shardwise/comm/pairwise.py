@@ -13,8 +13,10 @@ from typing import Protocol
 import torch
 
 from shardwise.comm.collectives import Tensor
+from shardwise.comm.commons import Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
+from shardwise.comm.small import exchange
 from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
@@ -25,6 +27,9 @@ class Transport(Protocol):
 
     All raise `LinkError`, the works that they return included.
     """
+
+    name: str
+    """What people call it."""
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Work: ...
 
@@ -80,8 +85,8 @@ class Pairwise:
         self.ledger.called("all_to_all", group.axis)
         entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype)  # each pair has a length of its own
         tag = entry.tag
-        works = [self._receive(arrived[i], rank, tag) for i, rank in _others(group) if arrived[i].numel()]
-        works += [self._send("all_to_all", group, sent[i], rank, tag) for i, rank in _others(group) if sent[i].numel()]
+        works = [self._receive(arrived[i], rank, tag) for i, rank in others(group) if arrived[i].numel()]
+        works += [self._send("all_to_all", group, sent[i], rank, tag) for i, rank in others(group) if sent[i].numel()]
         return Awaited(self.journal, entry, Pending(works))
 
     def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:
@@ -92,25 +97,24 @@ class Pairwise:
         if me != root:
             works.append(self._receive(tensor, root, entry.tag))
         else:
-            others = [rank for rank in group.ranks if rank != root]
-            works += [self._send("broadcast", group, tensor, rank, entry.tag) for rank in others]
+            readers = [rank for rank in group.ranks if rank != root]
+            works += [self._send("broadcast", group, tensor, rank, entry.tag) for rank in readers]
         return Awaited(self.journal, entry, Pending(works))
 
     def exchange(self, message: bytes, group: Group) -> list[bytes]:
-        size = torch.empty(len(group.ranks), dtype=torch.int64)
-        size[group.index] = len(message)
-        self._gather("exchange", size, group).wait()
-        longest = int(size.max())
-        if longest == 0:
-            return [b""] * len(group.ranks)
-        padded = torch.zeros(len(group.ranks), longest, dtype=torch.uint8)
-        if message:
-            padded[group.index, : len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        self._gather("exchange", padded.view(-1), group).wait()
-        return [row[:length].numpy().tobytes() for row, length in zip(padded, size.tolist(), strict=True)]
+        return exchange(message, group, lambda full: self._gather("exchange", full, group).wait())
 
     def prepare(self, mesh: Mesh) -> None:
         """Pairs need no groups."""
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def commons(self, group: Group, parts: Sequence[Part]) -> None:
+        """Pairs have no memory in common."""
+
+    def transport(self, group: Group) -> str:  # noqa: ARG002
+        return self._transport.name
 
     def close(self) -> None:
         self._transport.close()
@@ -167,8 +171,8 @@ class Pairwise:
         Receives are posted first, and each rank begins with its right-hand neighbour, so that not
         everybody sends to the same one at once.
         """
-        works = [self._receive(arrived[place], rank, tag) for place, rank in _others(group)]
-        works += [self._send(verb, group, sent[place], rank, tag) for place, rank in _others(group)]
+        works = [self._receive(arrived[place], rank, tag) for place, rank in others(group)]
+        works += [self._send(verb, group, sent[place], rank, tag) for place, rank in others(group)]
         return works
 
     def _send(self, verb: str, group: Group, tensor: Tensor, rank: int, tag: int) -> Work:
@@ -185,7 +189,8 @@ class Pairwise:
             raise self.journal.failure(error) from error
 
 
-def _others(group: Group) -> Iterator[tuple[int, int]]:
+def others(group: Group) -> Iterator[tuple[int, int]]:
+    """Place and rank of the others, beginning with the right-hand neighbour."""
     for step in range(1, len(group.ranks)):
         place = (group.index + step) % len(group.ranks)
         yield place, group.ranks[place]

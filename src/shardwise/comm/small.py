@@ -1,6 +1,8 @@
-"""Sums of a few numbers, of any length."""
+"""Small things, of any length: sums of a few numbers, and messages."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -8,6 +10,8 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.group import Group
 
 Tensor = torch.Tensor
+_SHORT_BYTES = 56
+"""Messages up to this length travel together with their lengths."""
 
 
 def sum_small(vector: Tensor, collectives: Collectives, group: Group) -> Tensor:
@@ -17,3 +21,23 @@ def sum_small(vector: Tensor, collectives: Collectives, group: Group) -> Tensor:
     padded[: vector.numel()] = vector
     collectives.all_reduce(padded, padded, group, padded.dtype).wait()
     return padded[: vector.numel()]
+
+
+def exchange(message: bytes, group: Group, gather: Callable[[Tensor], None]) -> list[bytes]:
+    """Everybody's `message`, by place. `gather` fills a tensor of which each rank has filled its chunk; blocks."""
+    heads = _rows(len(message).to_bytes(8, "little") + message[:_SHORT_BYTES], 8 + _SHORT_BYTES, group)
+    gather(heads.view(-1))
+    told = [row.numpy().tobytes() for row in heads]
+    lengths = [int.from_bytes(head[:8], "little") for head in told]
+    if max(lengths) > _SHORT_BYTES:
+        rows = _rows(message, max(lengths), group)
+        gather(rows.view(-1))
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+    return [head[8 : 8 + length] for head, length in zip(told, lengths, strict=True)]
+
+
+def _rows(message: bytes, num_bytes: int, group: Group) -> Tensor:
+    rows = torch.zeros(len(group.ranks), num_bytes, dtype=torch.uint8)
+    if message:
+        rows[group.index, : len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    return rows

@@ -58,6 +58,8 @@ class PostOffice:
 class ThreadTransport:
     """One thread's end of a `PostOffice`. A message is copied when it is sent."""
 
+    name = "threads"
+
     def __init__(self, office: PostOffice, rank: int) -> None:
         self._office = office
         self._rank = rank

@@ -19,6 +19,7 @@ from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
 from shardwise.comm.nccl import Nccl
 from shardwise.comm.pairwise import Pairwise, Transport
+from shardwise.comm.shm import Neighbours, Shared
 from shardwise.comm.sockets import opened_inside
 from shardwise.comm.watch import Watch
 from shardwise.comm.work import Done, Work
@@ -48,14 +49,19 @@ class World:
         board: Board | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
+        shares_memory: bool = False,
     ) -> None:
-        """`board` is where ranks tell each other how they fare; without one a fault is told by the transport alone."""
+        """`board` is where ranks tell each other how they fare; without one a fault is told by the transport alone.
+
+        With `shares_memory`, the same on all ranks, those of one host meet in memory that they share, if they can.
+        """
         self.rank = rank
         self.size = size
         self.device = torch.device("cpu") if device is None else device
         """Where models that have no memory yet are put: this rank's GPU, where NCCL can be used, else the CPU."""
         self.journal = Journal(rank)
-        self._host = Pairwise(transport, self.journal)
+        self._pairs = Pairwise(transport, self.journal)
+        self._host: Collectives = self._pairs
         self._nccl: Nccl | None = None
         self._process_groups: list[dist.ProcessGroup | None] = []
         self._watch: Watch | None = None
@@ -68,6 +74,10 @@ class World:
                 patience_seconds=patience_seconds,
                 timeout_seconds=timeout_seconds,
             )
+        if shares_memory and size > 1:
+            neighbours = Neighbours.meet(rank, self.exchange)
+            self._host = Shared(neighbours, self._pairs) if neighbours is not None else self._pairs
+            self._pairs.ledger.clear()
 
     @classmethod
     def join(
@@ -76,12 +86,18 @@ class World:
         environment: Mapping[str, str] | None = None,
         *,
         patience_seconds: float = PATIENCE_SECONDS,
+        shares_memory: bool | None = None,
     ) -> World:
         """Meet the other ranks. All ranks call; returns when all have come.
 
         A process group that is there already is used and left open by `close`. `timeout_seconds` bounds
         this meeting, and later how long one rank may keep the others waiting; after `patience_seconds` of
-        waiting they say for whom. Raises `CommError` if the ranks do not meet and `ConfigError` if the
+        waiting they say for whom.
+
+        Ranks of one host share memory, unless `shares_memory` is false, or it is not given and the environment
+        variable SHARDWISE_SHARED_MEMORY is 0; it has to be the same on all ranks.
+
+        Raises `CommError` if the ranks do not meet and `ConfigError` if the
         environment makes no sense.
         """
         env = os.environ if environment is None else environment
@@ -101,6 +117,7 @@ class World:
             board=_board(dist.get_world_size()),
             timeout_seconds=timeout_seconds,
             patience_seconds=patience_seconds,
+            shares_memory=env.get("SHARDWISE_SHARED_MEMORY", "1") != "0" if shares_memory is None else shares_memory,
         )
         world._process_groups = [None if owns else gloo]
         if _has_gpu(env):
@@ -180,6 +197,8 @@ class World:
 
 class _Nobody:
     """The transport of a world of one: there is nobody to write to."""
+
+    name = "nothing"
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:  # noqa: ARG002
         return Done()

@@ -55,7 +55,8 @@ class Mover:
             assert source is not None
             self._spread = flat.spec.table.held.shard if from_held else flat.spec.table.param.shard
             flat.raise_full()
-            flat.full[span.start : span.stop].copy_(source)
+            if flat.common is None:
+                flat.full[span.start : span.stop].copy_(source)
         for other in reversed(flat.spec.table.order):
             if other == axis:
                 break
@@ -66,14 +67,26 @@ class Mover:
 
     def _gather_over(self, axis: str) -> None:
         self._spread = tuple(other for other in self._spread if other != axis)
+        gathered, group = self._spanned(self.flat.full, self._spread), self._groups[axis]
+        if self.flat.common is not None:  # it is there already
+            self._count_read(gathered, group)
+            return
         self._journal.subject = self._name
-        self._arriving = self._collectives.all_gather(self._spanned(self.flat.full, self._spread), self._groups[axis])
+        self._arriving = self._collectives.all_gather(gathered, group)
+
+    def _count_read(self, gathered: Tensor, group: Group) -> None:
+        """What the others read of this rank's, as if it had been sent."""
+        ledger, num_ranks = self._collectives.ledger, len(group.ranks)
+        ledger.called("gather", group.axis)
+        ledger.sent("gather", group.axis, (num_ranks - 1) * (gathered.nbytes // num_ranks))
 
     def wait_full(self) -> None:
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
         if self.flat.state is FullState.FLYING and not self._spread:
+            if self.flat.common is not None:
+                self.flat.common.wait_closed()
             self.flat.state = FullState.READY
             self.flat.free_held()
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from shardwise.comm import World
+from shardwise.comm import Commons, World
 from shardwise.errors import StateError
 from shardwise.program import (
     AFTER_STEP,
@@ -58,6 +58,7 @@ class Runner:
         units: Sequence[Unit],
         executor: Executor,
         exchange: Callable[[bytes], list[bytes]],
+        commons: Sequence[Commons],
         *,
         prefetch_bytes: int | None,
         compile_backend: str | None = None,
@@ -68,6 +69,7 @@ class Runner:
         self._executor = executor
         self._timeline = executor.timeline
         self._exchange = exchange
+        self._commons = commons
         self._prefetch_bytes = prefetch_bytes
         self.specs: tuple[UnitSpec, ...] = tuple(unit.spec for unit in units)
         self._buffers_bytes = 0
@@ -430,10 +432,15 @@ class Runner:
         """New parameters to where they rest; gradients are used up."""
         self._executor.journal.num_backwards = 0
         self._executor.journal.note(None)
-        self._step[AFTER_STEP].run()
+        self.restore_params()
         for unit in self.units:
             for flat in unit.flats:
                 flat.drop_gradients()
+
+    def open_params(self) -> None:
+        """Before parameters are written where they rest: no rank reads them any more. All ranks call."""
+        for commons in self._commons:
+            commons.open()
 
     @property
     def trace(self) -> Trace:
@@ -441,8 +448,14 @@ class Runner:
         return tuple(block.moment for block in self.program.micro_batch if block.moment.unit)
 
     def restore_params(self) -> None:
-        """Parameters anew from the master weights, which a checkpoint has filled."""
+        """Parameters anew from the master weights, which have been written. All ranks call."""
         self._step[AFTER_STEP].run()
+        self.close_params()
+
+    def close_params(self) -> None:
+        """This rank has written its parameters. All ranks call."""
+        for commons in self._commons:
+            commons.close()
 
     def recover(self) -> None:
         """A forward or backward raised: wait for what is on its way, let go of what is whole, forget gradients."""

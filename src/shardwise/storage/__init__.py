@@ -4,6 +4,7 @@ from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import Flat, FullState
 from shardwise.storage.rows import Row, rows_for
 from shardwise.storage.select import UnitChoice, choose_units
+from shardwise.storage.shared import share
 from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "choose_units",
     "make_unit",
     "rows_for",
+    "share",
     "torch_dtype",
     "unit_spec",
 ]

@@ -4,15 +4,21 @@
 a gathered buffer its *storage* is resized to nothing; the next gather gives the same storage its bytes back.
 Re-pointing `data` would not free anything: autograd saves views such as `weight.t()`, which keep the old
 storage alive, and which see the next gather this way.
+
+[Note: resting in common] Where the ranks that shard a buffer have memory in common, `param` is this rank's part
+of it and `full` all of it: nothing is gathered or freed but the pages that this process maps, and parameters can be
+read at any time. What somebody writes to `full` is his own, and gone when it is freed, as with any other buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 
 import torch
 
+from shardwise.comm import Common
 from shardwise.placement import Slot, Span
 from shardwise.program import FlatSpec, reduce_due
 from shardwise.storage.dtypes import torch_dtype
@@ -63,6 +69,10 @@ class Flat:
         self.param = torch.empty(0)
         self.master: Tensor | None = None
         self.held: Tensor | None = None
+        self.common: Common | None = None
+        """Where the parameters rest, if that is common memory; given before the first values."""
+        self.allocate: Callable[[int, torch.dtype], Tensor] = partial(_empty, device)
+        """Makes memory for gradients that will be sent."""
         self._waits_in_inbox = not reduce_due(spec)
         at_rest = table.grad.dtype if self._waits_in_inbox else table.wire
         self._inbox_dtype = torch_dtype(at_rest)
@@ -127,14 +137,19 @@ class Flat:
     def _lay_out(self) -> list[Tensor]:
         """Memory for what this rank keeps, zero between the parameters. Returns each parameter's view of `full`."""
         table = self.spec.table
+        compute = torch_dtype(table.compute)
         make = torch.zeros if self.spec.resident else torch.empty
-        self.full = make(self.spec.numel, dtype=torch_dtype(table.compute), device=self.device)
+        if self.common is not None:
+            self.full = self.common.whole.view(compute)
+            self.param = self.common.own.view(compute)
+        else:
+            self.full = make(self.spec.numel, dtype=compute, device=self.device)
         views = [_part(self.full, slot.span).view(slot.shape) for slot in self.slots]
         if self.spec.resident:
             self.param = self.full
-        else:
+        elif self.common is None:
             self.full.untyped_storage().resize_(0)
-            self.param = torch.zeros(self.param_span.numel, dtype=self.full.dtype, device=self.device)
+            self.param = torch.zeros(self.param_span.numel, dtype=compute, device=self.device)
         self.meter.hold("param", self.param.nbytes)
         if self.spec.trainable:
             if self.spec.master_is_param:
@@ -153,21 +168,29 @@ class Flat:
 
     def raise_full(self) -> None:
         """Give `full` its bytes back, undefined. It is on its way from here until it is `READY`."""
-        self.full.untyped_storage().resize_(self.spec.full_bytes)
+        if self.common is not None:
+            self.common.renew()
+        else:
+            self.full.untyped_storage().resize_(self.spec.full_bytes)
         self.meter.hold("working", self.spec.full_bytes)
         self.state = FullState.FLYING
 
     def free_full(self) -> None:
         """Let the bytes of `full` go. Asked twice, or of a resident buffer, it does nothing."""
         if self.state is FullState.READY:
-            self.full.untyped_storage().resize_(0)
+            if self.common is not None:
+                self.common.renew()
+            else:
+                self.full.untyped_storage().resize_(0)
             self.meter.drop("working", self.spec.full_bytes)
             self.state = FullState.ABSENT
 
     def hold(self) -> None:
-        """Keep from `full` what the table says is held until the backward."""
+        """Keep from `full` what the table says is held until the backward. In common memory it is there anyway,
+        and counted all the same: a promise does not depend on where ranks run."""
         if self.held is None:
-            self.held = _part(self.full, self.held_span).clone()
+            held = _part(self.full, self.held_span)
+            self.held = held.clone() if self.common is None else held
             self.meter.hold("working", self.held.nbytes)
 
     def free_held(self) -> None:
@@ -185,7 +208,7 @@ class Flat:
     def arrive(self, index: int, grad: Tensor) -> None:
         """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
         if self.inbox is None:
-            self.inbox = torch.empty(self.spec.numel, dtype=self._inbox_dtype, device=self.device)
+            self.inbox = self.allocate(self.spec.numel, self._inbox_dtype)
             for gap in self._gaps:
                 _part(self.inbox, gap).zero_()
             self.meter.hold("grad" if self._waits_in_inbox else "working", self.inbox.nbytes)
@@ -284,6 +307,10 @@ class Flat:
             return None
         mine = self.slots[index].span.overlap(self.optim_span)
         return _part(self.due, mine.within(self.optim_span))
+
+
+def _empty(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _part(tensor: Tensor, span: Span) -> Tensor:

@@ -1,0 +1,94 @@
+"""Blocks of a rank's file: memory that its neighbours can read where it lies.
+
+A block is in use as long as a tensor of it lives, or a neighbour has still to read what was offered of it. After that
+it waits, with its pages, for the next who asks: fresh pages cost several times what copying into warm ones does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from shardwise.comm.shm.file import SharedFile, give_back, whole_pages
+
+Tensor = torch.Tensor
+_SMALL_BYTES = 2**16
+"""Below this, blocks are kept apart: a few bytes shall not occupy the block of a unit."""
+
+
+class Block:
+    """Some pages of the file. `pins` counts offers that have not been read by all."""
+
+    def __init__(self, offset: int, mapped: mmap.mmap) -> None:
+        self.offset = offset
+        self.mapped = mapped
+        self.num_bytes = len(mapped)
+        self.address = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
+        self.pins = 0
+        self.has_tensor = False
+
+    def tensor(self, num_bytes: int) -> Tensor:
+        """Its first bytes. The block is in use until this tensor and all its views are gone."""
+        self.has_tensor = True
+        array = np.frombuffer(self.mapped, np.uint8, num_bytes)
+        weakref.finalize(array, self._let_go).atexit = False
+        return torch.from_numpy(array)
+
+    def _let_go(self) -> None:
+        """From any thread, whenever the last view goes."""
+        self.has_tensor = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.has_tensor and self.pins == 0
+
+
+class Arena:
+    """The blocks of one rank. What lies before `start` in the file is somebody else's."""
+
+    def __init__(self, file: SharedFile, start: int) -> None:
+        self._file = file
+        self._end = whole_pages(start)
+        self._blocks: list[Block] = []
+        self._unused: dict[int, list[int]] = defaultdict(list)
+        """Offsets whose pages were given back, by their number of bytes."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        """`num_bytes` of undefined content, uint8. Raises `OSError` if the system has no more."""
+        wanted = whole_pages(max(1, num_bytes))
+        is_small = wanted < _SMALL_BYTES
+        idle = [block for block in self._blocks if block.is_idle and (block.num_bytes < _SMALL_BYTES) == is_small]
+        fitting = [block for block in idle if block.num_bytes >= wanted]
+        if not fitting:
+            for block in idle if not is_small else ():
+                self._give_back(block)
+            fitting = [self._make(wanted)]
+        return min(fitting, key=lambda block: block.num_bytes).tensor(num_bytes)
+
+    def find(self, tensor: Tensor) -> tuple[Block, int] | None:
+        """The block in which `tensor` lies, and at which byte of it; `None` if it is other memory."""
+        address = tensor.data_ptr()
+        for block in self._blocks:
+            if block.has_tensor and block.address <= address < block.address + block.num_bytes:
+                return block, address - block.address
+        return None
+
+    def close(self) -> None:
+        self._blocks.clear()
+
+    def _make(self, num_bytes: int) -> Block:
+        unused = self._unused[num_bytes]
+        offset = unused.pop() if unused else self._end
+        block = Block(offset, self._file.map(offset, num_bytes))
+        self._end = max(self._end, offset + num_bytes)
+        self._blocks.append(block)
+        return block
+
+    def _give_back(self, block: Block) -> None:
+        self._blocks.remove(block)
+        self._unused[block.num_bytes].append(block.offset)
+        give_back(block.mapped)

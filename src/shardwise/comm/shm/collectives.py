@@ -1,0 +1,266 @@
+"""Collectives in which ranks of one host read each other's memory where it lies."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shardwise.comm.collectives import Tensor
+from shardwise.comm.commons import Part
+from shardwise.comm.group import Group
+from shardwise.comm.journal import Awaited, Entry, Journal
+from shardwise.comm.pairwise import Pairwise, others
+from shardwise.comm.shm.commons import SharedCommons
+from shardwise.comm.shm.file import SharedFile
+from shardwise.comm.shm.neighbours import Neighbours
+from shardwise.comm.small import exchange
+from shardwise.comm.work import Work
+from shardwise.mesh import Mesh
+from shardwise.telemetry import Ledger
+
+
+class Shared:
+    """`Collectives` between neighbours; groups that reach beyond this host go by `pairs`.
+
+    What a rank gives is laid out in a block that the others read: what came from `buffer` is there already, anything
+    else is copied once. What it takes it copies, or adds up, straight from theirs.
+    """
+
+    def __init__(self, neighbours: Neighbours, pairs: Pairwise) -> None:
+        self._neighbours = neighbours
+        self._pairs = pairs
+        self.journal: Journal = pairs.journal
+        self.ledger: Ledger = pairs.ledger
+
+    def all_gather(self, full: Tensor, group: Group) -> Work:
+        if not self._is_near(group):
+            return self._pairs.all_gather(full, group)
+        self.ledger.called("gather", group.axis)
+        return self._gather("gather", full, group)
+
+    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
+        if not self._is_near(group):
+            return self._pairs.reduce_scatter(out, source, group, wire)
+        self.ledger.called("reduce_scatter", group.axis)
+        entry = self.journal.enter("reduce_scatter", group, source.numel(), wire)
+        self._offer_summands("reduce_scatter", source, group, wire, entry.tag)
+        return self._work(entry, lambda: self._add_up(out, source, group, wire, entry.tag))
+
+    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
+        if not self._is_near(group):
+            return self._pairs.all_reduce(out, source, group, wire)
+        self.ledger.called("all_reduce", group.axis)
+        entry = self.journal.enter("all_reduce", group, source.numel(), wire)
+        lent = self._offer_summands("all_reduce", source, group, wire, entry.tag)
+        return self._work(entry, lambda: self._sum_everywhere(out, source, group, wire, entry.tag, lent))
+
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> Work:
+        if not self._is_near(group):
+            return self._pairs.all_to_all(arrived, sent, group)
+        self.ledger.called("all_to_all", group.axis)
+        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype)  # each pair has a length of its own
+        for place, rank in others(group):
+            if sent[place].numel():
+                self._count("all_to_all", group, sent[place].nbytes)
+                self._neighbours.offer(self._laid_open(sent[place]), entry.tag, [rank], to_one=True)
+
+        def fetch() -> None:
+            for place, rank in others(group):
+                if arrived[place].numel():
+                    self._neighbours.take(rank, entry.tag, _copy_into(arrived[place], arrived[place].dtype))
+
+        return self._work(entry, fetch)
+
+    def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:
+        if not self._is_near(group):
+            return self._pairs.broadcast(tensor, root, group)
+        self.ledger.called("broadcast", group.axis)
+        entry = self.journal.enter("broadcast", group, tensor.numel(), tensor.dtype)
+        if group.ranks[group.index] != root:
+            return self._work(entry, lambda: self._neighbours.take(root, entry.tag, _copy_into(tensor, tensor.dtype)))
+        readers = [rank for rank in group.ranks if rank != root]
+        if readers:
+            self._count("broadcast", group, len(readers) * tensor.nbytes)
+            self._neighbours.offer(self._copied(tensor), entry.tag, readers)
+        return self._work(entry, lambda: None)
+
+    def exchange(self, message: bytes, group: Group) -> list[bytes]:
+        if not self._is_near(group):
+            return self._pairs.exchange(message, group)
+        return exchange(message, group, lambda full: self._gather("exchange", full, group).wait())
+
+    def prepare(self, mesh: Mesh) -> None:
+        """Neighbours have met."""
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._neighbours.buffer(numel * dtype.itemsize).view(dtype)
+
+    def commons(self, group: Group, parts: Sequence[Part]) -> SharedCommons | None:
+        if not self._is_near(group) or len(group.ranks) == 1:
+            return None
+        return self._meet_in(group, parts)
+
+    def transport(self, group: Group) -> str:
+        return "shared memory" if self._is_near(group) else self._pairs.transport(group)
+
+    def cut(self) -> None:
+        self._neighbours.cut()
+        self._pairs.cut()
+
+    def close(self) -> None:
+        self._neighbours.close()
+        self._pairs.close()
+
+    # -- what verbs are made of -------------------------------------------------------------------------
+
+    def _is_near(self, group: Group) -> bool:
+        return self._neighbours.has(group.ranks)
+
+    def _work(self, entry: Entry, wait: Callable[[], None]) -> Work:
+        return Awaited(self.journal, entry, _Steps(wait))
+
+    def _count(self, verb: str, group: Group, num_bytes: int) -> None:
+        self.ledger.sent(verb, group.axis, num_bytes)
+
+    def _gather(self, verb: str, full: Tensor, group: Group) -> Work:
+        entry = self.journal.enter(verb, group, full.numel(), full.dtype)
+        chunks = full.chunk(len(group.ranks))
+        self._give(verb, chunks[group.index], group, entry.tag)
+        return self._work(entry, lambda: self._fetch(chunks, group, entry.tag, full.dtype))
+
+    def _give(self, verb: str, own: Tensor, group: Group, tag: int) -> None:
+        """Offer a copy of `own` to all others."""
+        readers = [rank for _, rank in others(group)]
+        if readers:
+            self._count(verb, group, len(readers) * own.nbytes)
+            self._neighbours.offer(self._copied(own), tag, readers)
+
+    def _fetch(self, chunks: Sequence[Tensor], group: Group, tag: int, wire: torch.dtype) -> None:
+        for place, rank in others(group):
+            self._neighbours.take(rank, tag, _copy_into(chunks[place], wire))
+
+    def _offer_summands(self, verb: str, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> int | None:
+        """Let the others read `source` as `wire`; the number of the offer if it is `source` itself that they read."""
+        readers = [rank for _, rank in others(group)]
+        if not readers:
+            return None
+        self._count(verb, group, len(readers) * (source.numel() // len(group.ranks)) * wire.itemsize)
+        if source.dtype == wire and self._neighbours.lies_open(source):
+            return self._neighbours.offer(source, tag, readers)
+        laid_out = self.buffer(source.numel(), wire)
+        laid_out.copy_(source)
+        self._neighbours.offer(laid_out, tag, readers)
+        return None
+
+    def _add_up(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
+        """This rank's chunk of all ranks' summands into `out`, in the order of the group."""
+        own = source.chunk(len(group.ranks))[group.index]
+        if len(group.ranks) == 1:
+            out.copy_(own)
+            return
+        if out.data_ptr() == own.data_ptr() and group.index > 1:
+            own = own.clone()  # our summand must not be overwritten before its turn
+        total = _Sum(out, own, group.index)
+        for place, rank in enumerate(group.ranks):
+            if place == group.index:
+                total.add_own()
+            else:
+                self._neighbours.take(rank, tag, lambda given: total.add(_chunk(given, wire, group)))
+
+    def _sum_everywhere(
+        self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, tag: int, lent: int | None
+    ) -> None:
+        chunks = out.chunk(len(group.ranks))
+        own = chunks[group.index]
+        self._add_up(own, source, group, wire, tag)
+        rounded = own if own.dtype == wire else own.to(wire)
+        if rounded is not own:
+            own.copy_(rounded)  # what travels is rounded, so everybody keeps the rounded sum
+        self._give("all_reduce", rounded, group, tag ^ 1)
+        self._fetch(chunks, group, tag ^ 1, wire)
+        if lent is not None:  # the caller may write to `out` next
+            self._neighbours.await_readers(lent)
+
+    def _laid_open(self, tensor: Tensor) -> Tensor:
+        return tensor if self._neighbours.lies_open(tensor) else self._copied(tensor)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        copy = self.buffer(tensor.numel(), tensor.dtype)
+        copy.copy_(tensor)
+        return copy
+
+    def _meet_in(self, group: Group, parts: Sequence[Part]) -> SharedCommons | None:
+        """The first of the group makes a file, the others open it; if one cannot, nobody has it."""
+        mine, refusal, made = None, "", None
+        if group.index == 0:
+            try:
+                mine = SharedFile.create()
+            except OSError as error:
+                refusal = str(error)
+        said = {"pid": os.getpid(), "file": mine.descriptor if mine is not None else -1}
+        first = json.loads(self.exchange(json.dumps(said).encode(), group)[0])
+        try:
+            if first["file"] >= 0:
+                mine = mine or SharedFile.attach(first["pid"], first["file"])
+                made = SharedCommons(group, self._neighbours, self.journal, mine, parts)
+        except OSError as error:
+            refusal = str(error) or "refused"
+        is_refused = any(self.exchange(refusal.encode(), group))
+        if mine is not None:
+            mine.close()
+        return None if is_refused else made
+
+
+class _Sum:
+    """A sum that grows term by term in `out`, in the order of the group; a sum of two has no order.
+
+    The own summand may be `out` itself. One of the first two, it is added together with the first of the others.
+    """
+
+    def __init__(self, out: Tensor, own: Tensor, place: int) -> None:
+        self._out = out
+        self._own = own
+        self._own_waits = place < 2
+        self._is_begun = False
+
+    def add_own(self) -> None:
+        if not self._own_waits:
+            self.add(self._own)
+
+    def add(self, summand: Tensor) -> None:
+        out, own = self._out, self._own
+        if self._own_waits and not self._is_begun:
+            if out.dtype == own.dtype == summand.dtype:
+                torch.add(own, summand, out=out)
+            else:
+                out.copy_(own)
+                out.add_(summand)  # of a narrow summand twice as fast as torch.add(out=)
+        elif self._is_begun:
+            out.add_(summand)
+        else:
+            out.copy_(summand)
+        self._is_begun = True
+
+
+class _Steps:
+    """A work whose steps are all still to be done."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        self._wait()
+
+
+def _chunk(given: Tensor, wire: torch.dtype, group: Group) -> Tensor:
+    return given.view(wire).chunk(len(group.ranks))[group.index]
+
+
+def _copy_into(tensor: Tensor, wire: torch.dtype) -> Callable[[Tensor], None]:
+    def copy(given: Tensor) -> None:
+        tensor.copy_(given.view(wire))
+
+    return copy

@@ -1,0 +1,113 @@
+"""Memory that the ranks of a line read as one, and in which each writes its own part.
+
+[Note: commons] What rests sharded over ranks of one host rests there exactly once; to make it whole nothing has to
+travel. Each rank maps the whole privately (what it writes there, the others do not see, and is gone with the next
+`renew`), and its own part openly. What is left of a gather is to wait until everybody has written:
+
+    open     every rank says that it has done with reading, and waits until all have
+    (write)  each its own part
+    close    every rank says that it has written
+    (read)   after `wait_closed`: as often as this rank has closed, so have all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from shardwise.comm.commons import Part
+from shardwise.comm.group import Group
+from shardwise.comm.journal import Awaited, Entry, Journal
+from shardwise.comm.shm.file import PAGE, SharedFile, bytes_of, forget, whole_pages
+from shardwise.comm.shm.neighbours import Neighbours
+
+Tensor = torch.Tensor
+
+
+class SharedPiece:
+    """One piece of it: a `Common`."""
+
+    def __init__(self, commons: SharedCommons, file: SharedFile, offset: int, part: Part) -> None:
+        self._commons = commons
+        self._mapped = file.map_privately(offset, whole_pages(part.num_bytes))
+        self.whole: Tensor = bytes_of(self._mapped)[: part.num_bytes]
+        first = part.own_start // PAGE * PAGE
+        mapped = file.map(offset + first, whole_pages(max(1, part.own_stop - first)))
+        self.own: Tensor = bytes_of(mapped)[part.own_start - first : part.own_stop - first]
+
+    def renew(self) -> None:
+        forget(self._mapped)
+
+    def wait_closed(self) -> None:
+        self._commons.wait_closed()
+
+
+class SharedCommons:
+    """`Commons` of the ranks of one host."""
+
+    def __init__(
+        self, group: Group, neighbours: Neighbours, journal: Journal, file: SharedFile, parts: Sequence[Part]
+    ) -> None:
+        """Raises `OSError` if there is not enough address space. The caller may close `file` then and afterwards."""
+        num_ranks = len(group.ranks)
+        self._group = group
+        self._neighbours = neighbours
+        self._journal = journal
+        head = whole_pages(2 * 8 * num_ranks)
+        counts = np.frombuffer(file.map(0, head), np.int64, 2 * num_ranks)
+        self._opened, self._closed = counts[:num_ranks], counts[num_ranks:]
+        self._num_opened = self._num_closed = 0
+        self._last: Entry | None = None
+        self._is_settled = True
+        self.pieces: list[SharedPiece] = []
+        offset = head
+        for part in parts:
+            self.pieces.append(SharedPiece(self, file, offset, part))
+            offset += whole_pages(part.num_bytes)
+
+    def open(self) -> None:
+        self._num_opened += 1
+        entry = self._journal.enter("open", self._group, self._num_opened, torch.uint8)
+        self._say(self._opened, self._num_opened)
+        Awaited(self._journal, entry, _All(self, self._opened, self._num_opened)).wait()
+
+    def close(self) -> None:
+        self._num_closed += 1
+        self._last = self._journal.enter("close", self._group, self._num_closed, torch.uint8)
+        self._is_settled = False
+        self._say(self._closed, self._num_closed)
+
+    def wait_closed(self) -> None:
+        """Blocks until the others have closed as often as this rank; until the next `open` reading is safe."""
+        if self._is_settled or self._last is None:
+            return
+        Awaited(self._journal, self._last, _All(self, self._closed, self._num_closed)).wait()
+        self._is_settled = True
+
+    def _say(self, counts: np.ndarray, count: int) -> None:
+        counts[self._group.index] = count
+        self._neighbours.tell()
+
+    def wait_until(self, counts: np.ndarray, count: int) -> None:
+        for place, rank in enumerate(self._group.ranks):
+            if place != self._group.index:
+                self._neighbours.wait_for(rank, partial(_has_come, counts, place, count))
+
+
+def _has_come(counts: np.ndarray, place: int, count: int) -> bool | None:
+    return bool(counts[place] >= count) or None
+
+
+class _All:
+    """A work: everybody's count has come so far."""
+
+    def __init__(self, commons: SharedCommons, counts: np.ndarray, count: int) -> None:
+        self._commons = commons
+        self._counts = counts
+        self._count = count
+
+    def wait(self) -> None:
+        self._commons.wait_until(self._counts, self._count)

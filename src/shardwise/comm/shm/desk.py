@@ -1,0 +1,101 @@
+"""The first pages of a rank's file: what it offers to its neighbours, who has read it, and a word of news.
+
+[Note: one writer] Every cell has one rank that writes it: an offer its owner, a mark of having read its reader. A
+cell is written before the word of news is advanced, and read after the word has been; the lock in between is what
+keeps processors with weak ordering from seeing it otherwise.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.comm.shm.file import whole_pages
+from shardwise.comm.shm.word import Word
+
+NUM_OFFERS = 128
+_FIELDS = 8
+_WORD_BYTES = 64
+_FREE = -1
+TO_ALL = -1
+
+
+class Offer(NamedTuple):
+    """Bytes `start` to `start + num_bytes` of a block, to be read by one rank or by all that know the tag."""
+
+    slot: int
+    offset: int
+    block_bytes: int
+    start: int
+    num_bytes: int
+
+
+def desk_bytes(num_ranks: int) -> int:
+    return whole_pages(_WORD_BYTES + NUM_OFFERS * (_FIELDS * 8 + num_ranks))
+
+
+class Desk:
+    """One rank's, as its owner or a neighbour sees it. Readers go by their place among the neighbours."""
+
+    def __init__(self, mapped: mmap.mmap, num_ranks: int, *, is_own: bool) -> None:
+        self.news = Word(mapped, 0)
+        table = np.frombuffer(mapped, np.int64, NUM_OFFERS * _FIELDS, _WORD_BYTES)
+        self._offers = table.reshape(NUM_OFFERS, _FIELDS)
+        marks = np.frombuffer(mapped, np.uint8, NUM_OFFERS * num_ranks, _WORD_BYTES + table.nbytes)
+        self._marks = marks.reshape(NUM_OFFERS, num_ranks)
+        self._tags = self._offers[:, 0]
+        self._fence = threading.Lock()
+        if is_own:
+            self._tags[:] = _FREE
+            self._unused = list(range(NUM_OFFERS))
+
+    # -- what the owner does ----------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        return not self._unused
+
+    def put(self, tag: int, to: int, offset: int, block_bytes: int, start: int, num_bytes: int) -> int:
+        """Lay an offer out. `to` is the place of its reader, or `TO_ALL`."""
+        slot = self._unused.pop()
+        self._marks[slot] = 0
+        self._offers[slot, 1:6] = (to, offset, block_bytes, start, num_bytes)
+        self._order()
+        self._tags[slot] = tag
+        self.tell()
+        return slot
+
+    def is_read(self, slot: int, readers: list[int]) -> bool:
+        return bool(self._marks[slot, readers].all())
+
+    def clear(self, slot: int) -> None:
+        self._tags[slot] = _FREE
+        self._unused.append(slot)
+
+    def tell(self) -> None:
+        """Something has changed, here or in what this rank writes elsewhere."""
+        self._order()
+        self.news.advance()
+
+    # -- what a neighbour does --------------------------------------------------------------------------
+
+    def find(self, tag: int, reader: int) -> Offer | None:
+        """The offer with this tag that `reader` has not read yet."""
+        for slot in np.flatnonzero(self._tags == tag).tolist():
+            _, to, *where = self._offers[slot, :6].tolist()
+            if to in (TO_ALL, reader) and not self._marks[slot, reader]:
+                self._order()
+                return Offer(slot, *where)
+        return None
+
+    def mark(self, slot: int, reader: int) -> None:
+        """`reader` will not look at it again. Its own desk has to tell."""
+        self._order()
+        self._marks[slot, reader] = 1
+
+    def _order(self) -> None:
+        with self._fence:
+            pass

@@ -1,0 +1,230 @@
+"""The ranks of this host, from one rank's point of view: what it offers them, and what it waits for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from shardwise.comm.shm.arena import Arena, Block
+from shardwise.comm.shm.desk import TO_ALL, Desk, desk_bytes
+from shardwise.comm.shm.file import SharedFile, bytes_of, is_possible
+from shardwise.comm.work import LinkError
+
+Tensor = torch.Tensor
+Exchange = Callable[[bytes], list[bytes]]
+Found = TypeVar("Found")
+_LOOK_SECONDS = 0.05
+"""How often a wait looks whether the other still lives."""
+_NUM_MAPPED = 64
+_log = logging.getLogger("shardwise")
+
+
+class _Lent(NamedTuple):
+    """An offer that has not been read by all. Slots are used again, numbers are not."""
+
+    number: int
+    slot: int
+    places: list[int]
+    block: Block
+
+
+class Neighbours:
+    """What this rank shares with the others of its host. Used by the thread that computes."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], files: dict[int, SharedFile], pids: dict[int, int]) -> None:
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self._places = {other: place for place, other in enumerate(self.ranks)}
+        num_bytes = desk_bytes(len(self.ranks))
+        self._desks = {
+            other: Desk(files[other].map(0, num_bytes), len(self.ranks), is_own=other == rank) for other in self.ranks
+        }
+        self._files = files
+        self._own = self._desks[rank]
+        self._arena = Arena(files[rank], num_bytes)
+        self._lent: list[_Lent] = []
+        self._num_offers = 0
+        self._mapped: OrderedDict[tuple[int, int, int], Tensor] = OrderedDict()
+        self._lives = {other: _life(pid) for other, pid in pids.items() if pid != os.getpid()}
+        self._is_cut = threading.Event()
+
+    @classmethod
+    def meet(cls, rank: int, exchange: Exchange) -> Neighbours | None:
+        """Find the ranks of this host. All ranks of the world call; `exchange` gives everybody's message, by rank.
+
+        `None` on all ranks of a host where memory cannot be shared, or where there is only one of them.
+        """
+        own = _create()
+        said = {"host": _host() if own is not None else f"nobody's {rank}", "pid": os.getpid()}
+        said["file"] = own.descriptor if own is not None else -1
+        told = [json.loads(message) for message in exchange(json.dumps(said).encode())]
+        ranks = [other for other, one in enumerate(told) if one["host"] == said["host"]]
+        pids = {other: int(told[other]["pid"]) for other in ranks}
+        files: dict[int, SharedFile] = {}
+        refusal = ""
+        try:
+            for other in ranks if len(ranks) > 1 else ():
+                assert own is not None
+                files[other] = own if other == rank else SharedFile.attach(pids[other], int(told[other]["file"]))
+            found = cls(rank, ranks, files, pids) if files else None
+        except OSError as error:
+            refusal, found = str(error), None
+        answers = exchange(refusal.encode())
+        refusals = [answers[other].decode() for other in ranks if answers[other]]
+        if found is not None and not refusals:
+            return found
+        if refusals and rank == ranks[0]:
+            _log.warning("The ranks of this host share no memory (%s); messages go over sockets.", refusals[0])
+        for file in (*files.values(), *([own] if own is not None else [])):
+            file.close()
+        return None
+
+    def has(self, ranks: Sequence[int]) -> bool:
+        """Whether all of `ranks` are of this host."""
+        return all(rank in self._places for rank in ranks)
+
+    # -- to give ----------------------------------------------------------------------------------------
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Memory whose content can be offered as it lies there: uint8, undefined."""
+        self._tidy()
+        return self._arena.take(num_bytes)
+
+    def lies_open(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is such memory."""
+        return self._arena.find(tensor) is not None
+
+    def offer(self, tensor: Tensor, tag: int, readers: Sequence[int], *, to_one: bool = False) -> int:
+        """Let `readers`, ranks that await `tag`, read `tensor`, which is of a `buffer`. Returns the offer's number.
+
+        Nobody may write to it until all have. The block is kept until then, the tensor itself need not be.
+        """
+        found = self._arena.find(tensor)
+        assert found is not None, "only memory of buffer() can be offered"
+        block, start = found
+        if self._own.is_full:
+            self._tidy()
+        while self._own.is_full:
+            self.await_readers(self._lent[0].number)
+            self._tidy()
+        places = [self._places[reader] for reader in readers]
+        to = places[0] if to_one else TO_ALL
+        slot = self._own.put(tag, to, block.offset, block.num_bytes, start, tensor.nbytes)
+        block.pins += 1
+        self._num_offers += 1
+        self._lent.append(_Lent(self._num_offers, slot, places, block))
+        return self._num_offers
+
+    def await_readers(self, number: int) -> None:
+        """Return once all readers of an offer have read it."""
+        for lent in self._lent:
+            if lent.number == number:
+                for place in lent.places:
+                    self.wait_for(self.ranks[place], partial(self._has_read, lent, place))
+
+    # -- to take ----------------------------------------------------------------------------------------
+
+    def take(self, rank: int, tag: int, use: Callable[[Tensor], None]) -> None:
+        """Wait for what `rank` offers under `tag`, and let `use` read it where it lies (uint8, flat)."""
+        desk, me = self._desks[rank], self._places[self.rank]
+        offer = self.wait_for(rank, lambda: desk.find(tag, me))
+        use(self._view(rank, offer.offset, offer.block_bytes)[offer.start : offer.start + offer.num_bytes])
+        desk.mark(offer.slot, me)
+        self._own.tell()
+
+    def wait_for(self, rank: int, look: Callable[[], Found | None]) -> Found:
+        """What `look` finds, once `rank` has brought it about. Raises `LinkError` if that will not happen."""
+        news = self._desks[rank].news
+        while True:
+            seen = news.value
+            found = look()
+            if found is not None:
+                return found
+            if self._is_cut.is_set():
+                raise LinkError(rank, f"Nothing came from rank {rank}.")
+            news.wait_while(seen, _LOOK_SECONDS)
+            if news.value == seen and self._has_ended(rank) and look() is None:
+                raise LinkError(rank, f"The process of rank {rank} has ended.")
+
+    def tell(self) -> None:
+        """Wake those who wait for this rank."""
+        self._own.tell()
+
+    def cut(self) -> None:
+        """End every wait, now and from now on. From any thread."""
+        self._is_cut.set()
+
+    def close(self) -> None:
+        for life in self._lives.values():
+            if life is not None:
+                os.close(life)
+        self._lives.clear()
+        self._mapped.clear()
+        self._arena.close()
+        for file in self._files.values():
+            file.close()
+
+    # -- inside -----------------------------------------------------------------------------------------
+
+    def _tidy(self) -> None:
+        """Take back what has been read by all."""
+        still = []
+        for lent in self._lent:
+            if self._own.is_read(lent.slot, lent.places):
+                self._own.clear(lent.slot)
+                lent.block.pins -= 1
+            else:
+                still.append(lent)
+        self._lent = still
+
+    def _has_read(self, lent: _Lent, place: int) -> bool | None:
+        return self._own.is_read(lent.slot, [place]) or None
+
+    def _view(self, rank: int, offset: int, num_bytes: int) -> Tensor:
+        """A neighbour's block, mapped once."""
+        key = (rank, offset, num_bytes)
+        view = self._mapped.get(key)
+        if view is None:
+            view = self._mapped[key] = bytes_of(self._files[rank].map(offset, num_bytes))
+            if len(self._mapped) > _NUM_MAPPED:
+                self._mapped.popitem(last=False)
+        return view
+
+    def _has_ended(self, rank: int) -> bool:
+        life = self._lives.get(rank)
+        if life is None:
+            return False
+        poll = select.poll()
+        poll.register(life, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+def _create() -> SharedFile | None:
+    try:
+        return SharedFile.create() if is_possible() else None
+    except OSError:
+        return None
+
+
+def _host() -> str:
+    """Equal where one process can open the other's files: one boot of one system, one view of its processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+
+
+def _life(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends, however it ends."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None

@@ -1,0 +1,48 @@
+"""Which flat buffers rest in memory that the ranks of one host have in common."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+
+from shardwise.comm import Collectives, Commons, Group, Part
+from shardwise.mesh import Mesh
+from shardwise.placement import Axes
+from shardwise.storage.dtypes import torch_dtype
+from shardwise.storage.flat import Flat
+
+
+def share(flats: Iterable[Flat], collectives: Collectives, mesh: Mesh, rank: int) -> list[Commons]:
+    """Let parameters rest in common memory wherever the collectives have it. All ranks call, before first values.
+
+    The commons come open: `close` them when the values are there.
+    """
+    if mesh.world_size == 1:
+        return []
+    by_axes: dict[Axes, list[Flat]] = defaultdict(list)
+    for flat in flats:
+        flat.allocate = collectives.buffer
+        if shard := flat.spec.table.param.shard:
+            by_axes[shard].append(flat)
+    found = []
+    for axes, sharded in by_axes.items():
+        commons = collectives.commons(_line(axes, mesh, rank), [_part(flat) for flat in sharded])
+        if commons is not None:
+            found.append(commons)
+            for flat, piece in zip(sharded, commons.pieces, strict=True):
+                flat.common = piece
+    return found
+
+
+def _part(flat: Flat) -> Part:
+    size = torch_dtype(flat.spec.table.compute).itemsize
+    return Part(flat.spec.numel * size, flat.param_span.start * size, flat.param_span.stop * size)
+
+
+def _line(axes: Axes, mesh: Mesh, rank: int) -> Group:
+    """The ranks that differ from this one along `axes` only."""
+    here = mesh.coordinate(rank)
+    places = itertools.product(*(range(mesh.size(axis)) for axis in axes))
+    ranks = tuple(sorted(mesh.rank({**here, **dict(zip(axes, place, strict=True))}) for place in places))
+    return Group("+".join(axes), ranks, ranks.index(rank))
