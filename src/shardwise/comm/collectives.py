@@ -27,6 +27,8 @@ class Collectives(Protocol):
 
     ledger: Ledger
     journal: Journal
+    is_buffer_scarce: bool
+    """Whether memory of `buffer` should go soon: what is to stay is better kept elsewhere."""
 
     def all_gather(self, full: Tensor, group: Group) -> Work:
         """Fill `full` in place: each rank has put its chunk, the `group.index`-th, where it belongs."""
@@ -64,6 +66,10 @@ class Collectives(Protocol):
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of undefined content that can be sent from without another copy."""
+        ...
+
+    def rest(self) -> None:
+        """Between two steps: let go of memory that was kept for the next `buffer`, but for the largest."""
         ...
 
     def commons(self, group: Group, parts: Sequence[Part]) -> Commons | None:

@@ -74,6 +74,8 @@ class _Marked:
 class Nccl:
     """`Collectives` over NCCL process groups, one per axis line and direction."""
 
+    is_buffer_scarce = False
+
     def __init__(self, world: dist.ProcessGroup, device: torch.device, journal: Journal) -> None:
         self.ledger = Ledger()
         self.journal = journal
@@ -151,6 +153,9 @@ class Nccl:
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def rest(self) -> None:
+        """Torch's allocator keeps what it keeps."""
 
     def commons(self, group: Group, parts: Sequence[Part]) -> None:
         """GPUs have no memory in common."""

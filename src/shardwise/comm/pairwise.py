@@ -45,6 +45,8 @@ class Transport(Protocol):
 class Pairwise:
     """`Collectives` over any `Transport`."""
 
+    is_buffer_scarce = False
+
     def __init__(self, transport: Transport, journal: Journal) -> None:
         self.ledger = Ledger()
         self.journal = journal
@@ -109,6 +111,9 @@ class Pairwise:
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype)
+
+    def rest(self) -> None:
+        """Nothing is kept."""
 
     def commons(self, group: Group, parts: Sequence[Part]) -> None:
         """Pairs have no memory in common."""

@@ -9,8 +9,13 @@ from collections.abc import Mapping
 # glibc serves large blocks by mmap, which returns them to the system when freed, but raises the
 # threshold by itself (up to 32 MiB) as blocks are freed, and from then on keeps them. With the
 # threshold fixed at 1 MB the same sharded run peaked at 811 MiB instead of 1,214 MiB. Setting the
-# trim threshold too keeps freed memory at the end of the heap from staying with the process.
-MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}
+# trim threshold too keeps freed memory at the end of the heap from staying with the process. The price
+# is that large blocks come as fresh pages each time; asking for large pages makes that cheap again.
+MALLOC_SETTINGS = {
+    "MALLOC_MMAP_THRESHOLD_": "1000000",
+    "MALLOC_TRIM_THRESHOLD_": "1000000",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
 
 
 def rank_environment(

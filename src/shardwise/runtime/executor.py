@@ -63,6 +63,7 @@ class Executor:
         self.timeline = Timeline()
         self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}
         self.journal = collectives.journal
+        self.rest = collectives.rest
         self._common: dict[str, Callable[[Action], None]] = {}
 
     def provide(self, subject: str, call: Callable[[Action], None]) -> None:

@@ -158,7 +158,8 @@ class Mover:
             self._journal.subject = self._name
             work = self._collectives.reduce_scatter(out, source, group, self._wire)
         else:
-            out = source if source.dtype == dtype else torch.empty_like(source, dtype=dtype)
+            in_place = source.dtype == dtype and not self._collectives.is_buffer_scarce
+            out = source if in_place else torch.empty_like(source, dtype=dtype)
             self._journal.subject = self._name
             work = self._collectives.all_reduce(out, source, group, self._wire)
         reduction.start(out, work, self._staging_bytes(source, group))

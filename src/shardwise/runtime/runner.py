@@ -436,6 +436,7 @@ class Runner:
         for unit in self.units:
             for flat in unit.flats:
                 flat.drop_gradients()
+        self._executor.rest()
 
     def open_params(self) -> None:
         """Before parameters are written where they rest: no rank reads them any more. All ranks call."""

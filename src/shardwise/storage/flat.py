@@ -72,7 +72,7 @@ class Flat:
         self.common: Common | None = None
         """Where the parameters rest, if that is common memory; given before the first values."""
         self.allocate: Callable[[int, torch.dtype], Tensor] = partial(_empty, device)
-        """Makes memory for gradients that will be sent."""
+        """Makes memory for gradients that are sent at once."""
         self._waits_in_inbox = not reduce_due(spec)
         at_rest = table.grad.dtype if self._waits_in_inbox else table.wire
         self._inbox_dtype = torch_dtype(at_rest)
@@ -208,7 +208,8 @@ class Flat:
     def arrive(self, index: int, grad: Tensor) -> None:
         """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
         if self.inbox is None:
-            self.inbox = self.allocate(self.spec.numel, self._inbox_dtype)
+            allocate = partial(_empty, self.device) if self._waits_in_inbox else self.allocate
+            self.inbox = allocate(self.spec.numel, self._inbox_dtype)
             for gap in self._gaps:
                 _part(self.inbox, gap).zero_()
             self.meter.hold("grad" if self._waits_in_inbox else "working", self.inbox.nbytes)

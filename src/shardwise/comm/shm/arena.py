@@ -69,6 +69,12 @@ class Arena:
             fitting = [self._make(wanted)]
         return min(fitting, key=lambda block: block.num_bytes).tensor(num_bytes)
 
+    def rest(self) -> None:
+        """Give back the pages of all idle blocks but the largest."""
+        idle = sorted((block for block in self._blocks if block.is_idle), key=lambda block: block.num_bytes)
+        for block in idle[:-1]:
+            self._give_back(block)
+
     def find(self, tensor: Tensor) -> tuple[Block, int] | None:
         """The block in which `tensor` lies, and at which byte of it; `None` if it is other memory."""
         address = tensor.data_ptr()

@@ -29,6 +29,8 @@ class Shared:
     else is copied once. What it takes it copies, or adds up, straight from theirs.
     """
 
+    is_buffer_scarce = True  # pages of a file are slow to make, so few are used over and over
+
     def __init__(self, neighbours: Neighbours, pairs: Pairwise) -> None:
         self._neighbours = neighbours
         self._pairs = pairs
@@ -54,8 +56,8 @@ class Shared:
             return self._pairs.all_reduce(out, source, group, wire)
         self.ledger.called("all_reduce", group.axis)
         entry = self.journal.enter("all_reduce", group, source.numel(), wire)
-        lent = self._offer_summands("all_reduce", source, group, wire, entry.tag)
-        return self._work(entry, lambda: self._sum_everywhere(out, source, group, wire, entry.tag, lent))
+        self._offer_summands("all_reduce", source, group, wire, entry.tag)
+        return self._work(entry, lambda: self._sum_everywhere(out, source, group, wire, entry.tag))
 
     def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> Work:
         if not self._is_near(group):
@@ -97,6 +99,9 @@ class Shared:
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._neighbours.buffer(numel * dtype.itemsize).view(dtype)
+
+    def rest(self) -> None:
+        self._neighbours.rest()
 
     def commons(self, group: Group, parts: Sequence[Part]) -> SharedCommons | None:
         if not self._is_near(group) or len(group.ranks) == 1:
@@ -142,18 +147,18 @@ class Shared:
         for place, rank in others(group):
             self._neighbours.take(rank, tag, _copy_into(chunks[place], wire))
 
-    def _offer_summands(self, verb: str, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> int | None:
-        """Let the others read `source` as `wire`; the number of the offer if it is `source` itself that they read."""
+    def _offer_summands(self, verb: str, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
+        """Let the others read `source` as `wire`."""
         readers = [rank for _, rank in others(group)]
         if not readers:
-            return None
+            return
         self._count(verb, group, len(readers) * (source.numel() // len(group.ranks)) * wire.itemsize)
         if source.dtype == wire and self._neighbours.lies_open(source):
-            return self._neighbours.offer(source, tag, readers)
+            self._neighbours.offer(source, tag, readers)
+            return
         laid_out = self.buffer(source.numel(), wire)
         laid_out.copy_(source)
         self._neighbours.offer(laid_out, tag, readers)
-        return None
 
     def _add_up(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
         """This rank's chunk of all ranks' summands into `out`, in the order of the group."""
@@ -170,19 +175,19 @@ class Shared:
             else:
                 self._neighbours.take(rank, tag, lambda given: total.add(_chunk(given, wire, group)))
 
-    def _sum_everywhere(
-        self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, tag: int, lent: int | None
-    ) -> None:
+    def _sum_everywhere(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
         chunks = out.chunk(len(group.ranks))
         own = chunks[group.index]
         self._add_up(own, source, group, wire, tag)
-        rounded = own if own.dtype == wire else own.to(wire)
-        if rounded is not own:
-            own.copy_(rounded)  # what travels is rounded, so everybody keeps the rounded sum
-        self._give("all_reduce", rounded, group, tag ^ 1)
+        if own.dtype != wire:
+            own.copy_(own.to(wire))  # what travels is rounded, so everybody keeps the rounded sum
+        readers = [rank for _, rank in others(group)]
+        lies_open = own.dtype == wire and self._neighbours.lies_open(own)
+        given = self._neighbours.offer(own if lies_open else self._copied(own.to(wire)), tag ^ 1, readers)
+        self._count("all_reduce", group, len(readers) * own.numel() * wire.itemsize)
         self._fetch(chunks, group, tag ^ 1, wire)
-        if lent is not None:  # the caller may write to `out` next
-            self._neighbours.await_readers(lent)
+        if lies_open:  # the caller may write to `out` next
+            self._neighbours.await_readers(given)
 
     def _laid_open(self, tensor: Tensor) -> Tensor:
         return tensor if self._neighbours.lies_open(tensor) else self._copied(tensor)

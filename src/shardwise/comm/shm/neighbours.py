@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import select
 import threading
@@ -17,7 +18,7 @@ import torch
 
 from shardwise.comm.shm.arena import Arena, Block
 from shardwise.comm.shm.desk import TO_ALL, Desk, desk_bytes
-from shardwise.comm.shm.file import SharedFile, bytes_of, is_possible
+from shardwise.comm.shm.file import SharedFile, bytes_of, forget, is_possible
 from shardwise.comm.work import LinkError
 
 Tensor = torch.Tensor
@@ -26,6 +27,7 @@ Found = TypeVar("Found")
 _LOOK_SECONDS = 0.05
 """How often a wait looks whether the other still lives."""
 _NUM_MAPPED = 64
+_KEPT_BYTES = 2**16
 _log = logging.getLogger("shardwise")
 
 
@@ -54,7 +56,7 @@ class Neighbours:
         self._arena = Arena(files[rank], num_bytes)
         self._lent: list[_Lent] = []
         self._num_offers = 0
-        self._mapped: OrderedDict[tuple[int, int, int], Tensor] = OrderedDict()
+        self._mapped: OrderedDict[tuple[int, int, int], tuple[mmap.mmap, Tensor]] = OrderedDict()
         self._lives = {other: _life(pid) for other, pid in pids.items() if pid != os.getpid()}
         self._is_cut = threading.Event()
 
@@ -100,6 +102,11 @@ class Neighbours:
         self._tidy()
         return self._arena.take(num_bytes)
 
+    def rest(self) -> None:
+        """Give back what waits for the next `buffer`, but for the largest block: the next step begins with less."""
+        self._tidy()
+        self._arena.rest()
+
     def lies_open(self, tensor: Tensor) -> bool:
         """Whether `tensor` is such memory."""
         return self._arena.find(tensor) is not None
@@ -138,7 +145,10 @@ class Neighbours:
         """Wait for what `rank` offers under `tag`, and let `use` read it where it lies (uint8, flat)."""
         desk, me = self._desks[rank], self._places[self.rank]
         offer = self.wait_for(rank, lambda: desk.find(tag, me))
-        use(self._view(rank, offer.offset, offer.block_bytes)[offer.start : offer.start + offer.num_bytes])
+        mapped, view = self._view(rank, offer.offset, offer.block_bytes)
+        use(view[offer.start : offer.start + offer.num_bytes])
+        if offer.num_bytes > _KEPT_BYTES:
+            forget(mapped)  # it is the neighbour's memory, and shall not count as ours
         desk.mark(offer.slot, me)
         self._own.tell()
 
@@ -190,12 +200,13 @@ class Neighbours:
     def _has_read(self, lent: _Lent, place: int) -> bool | None:
         return self._own.is_read(lent.slot, [place]) or None
 
-    def _view(self, rank: int, offset: int, num_bytes: int) -> Tensor:
+    def _view(self, rank: int, offset: int, num_bytes: int) -> tuple[mmap.mmap, Tensor]:
         """A neighbour's block, mapped once."""
         key = (rank, offset, num_bytes)
         view = self._mapped.get(key)
         if view is None:
-            view = self._mapped[key] = bytes_of(self._files[rank].map(offset, num_bytes))
+            mapped = self._files[rank].map(offset, num_bytes)
+            view = self._mapped[key] = mapped, bytes_of(mapped)
             if len(self._mapped) > _NUM_MAPPED:
                 self._mapped.popitem(last=False)
         return view
