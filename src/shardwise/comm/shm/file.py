@@ -31,6 +31,12 @@ def whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
+def place_for(num_bytes: int, start: int) -> int:
+    """The first offset from `start` on at which so many bytes may lie: on a large page's edge, if they fill one."""
+    edge = _LARGE_PAGE_BYTES if num_bytes >= _LARGE_PAGE_BYTES else PAGE
+    return -(-start // edge) * edge
+
+
 class SharedFile:
     """One open `memfd`. Raises `OSError` where the system refuses."""
 
@@ -66,9 +72,10 @@ class SharedFile:
 
 def _in_large_pages(mapped: mmap.mmap) -> mmap.mmap:
     """Where the system lets us, fewer and larger pages: less time to make them, and to find what lies in them."""
-    if len(mapped) >= _LARGE_PAGE_BYTES:
+    num_bytes = len(mapped) // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES  # never a page of which most lies outside
+    if num_bytes:
         with suppress(OSError):
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+            mapped.madvise(mmap.MADV_HUGEPAGE, 0, num_bytes)
     return mapped
 
 
