@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -281,6 +282,34 @@ class TestFailure:
         result = bench.run("--nproc", "2", "--timeout", "0.3", "train.py")
         assert result.returncode == 1
         assert "rank 1 of 2 failed first, with exit code 1: it raised ValueError" in result.stderr
+
+    def test_the_end_leaves_a_last_collection_out_but_no_line_of_a_file(self, bench: Bench) -> None:
+        """The error is a cycle with the frame that holds the file, as many programs make one."""
+        bench.write(
+            "train.py",
+            """
+            import gzip
+            class Garbage:
+                def __init__(self):
+                    self.itself = self
+                def __del__(self):
+                    print("collected")
+            def main():
+                log, packed, garbage = open("log.txt", "w"), gzip.open("log.gz", "wt"), Garbage()
+                log.write("the last line")
+                packed.write("the last line")
+                try:
+                    raise ValueError("no data")
+                except ValueError as error:
+                    cycle = error
+                    raise
+            main()
+            """,
+        )
+        result = bench.run("train.py")
+        assert (result.returncode, result.stdout) == (1, "")
+        assert (bench.path / "log.txt").read_text() == "the last line"
+        assert zlib.decompressobj(31).decompress((bench.path / "log.gz").read_bytes()) == b"the last line"
 
     def test_a_hook_of_the_script_is_called(self, bench: Bench) -> None:
         bench.write("train.py", "import sys\nsys.excepthook = lambda *_: print('my hook')\n1 / 0\n")

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from shardwise.errors import ShardwiseError, nearest
+from shardwise.launch.ending import end_soon
 from shardwise.version import __version__
 
 VERBS = {
@@ -31,6 +32,8 @@ INTERRUPTED_STATUS = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 2 refused, 130 interrupted, else the verb's own."""
+    if argv is None:
+        end_soon()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
