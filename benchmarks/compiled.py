@@ -84,9 +84,7 @@ def faults_of(summary: list[dict[str, Any]]) -> list[str]:
 def _run(engine: str, size: str, steps: int) -> dict[str, Any]:
     """One job: what its slower rank took, the mean loss of its ranks after the last step, and its graphs."""
     options = [f"--engine={engine}", f"--size={size}", f"--steps={steps}"]
-    ranks = run_ranks(
-        "benchmarks.compiled_rank", options, num_ranks=SIZES[size].num_ranks, timeout_seconds=600
-    )
+    ranks = run_ranks("benchmarks.compiled_rank", options, num_ranks=SIZES[size].num_ranks, timeout_seconds=600)
     return {
         "seconds": max(median(rank["step_seconds"]) for rank in ranks),
         "cpu_seconds": max(rank["cpu_seconds"] for rank in ranks),

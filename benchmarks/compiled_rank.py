@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
@@ -42,7 +42,7 @@ def single_beside(build: Build, race: Race) -> Step:
     return single(build, race)
 
 
-MAKERS = dict(
+MAKERS: dict[str, Callable[[Build, Race], Step]] = dict(
     zip(
         ENGINES,
         (

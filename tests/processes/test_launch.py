@@ -78,6 +78,7 @@ class Bench:
         for process in self.started:
             if process.poll() is None:
                 process.kill()
+            process.stdout = None if process.stdout is None or process.stdout.closed else process.stdout
             process.communicate()
 
 
@@ -159,6 +160,16 @@ class TestSuccess:
             place = bench.path / "logs" / "attempt-0" / f"rank-{rank}"
             assert (place / "stdout.log").read_text() == "out\n"
             assert (place / "stderr.log").read_text() == "err\n"
+
+    def test_ranks_go_on_when_nobody_reads_what_is_shown(self, bench: Bench) -> None:
+        bench.write("train.py", "print('a line', flush=True)\nopen('done', 'w').close()")
+        launcher = bench.start("--log-dir", "logs", "train.py")
+        assert launcher.stdout is not None
+        launcher.stdout.close()
+        assert launcher.wait(timeout=60) == 0
+        assert launcher.stderr is not None
+        assert launcher.stderr.read() == ""
+        assert (bench.path / "done").exists()
 
     def test_plain_process_group(self, bench: Bench) -> None:
         bench.write(
