@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import collectives, growth, host
+from benchmarks import collectives, compiled, growth, host
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
 from benchmarks.names import ENGINE_NAMES
@@ -20,7 +20,7 @@ from benchmarks.show import show_loss_verdict, show_race
 from benchmarks.sizes import DTYPES, SIZES
 from shardwise.errors import ShardwiseError
 
-PROGRAMS = ("peers", "collectives", "host", "growth")
+PROGRAMS = ("peers", "collectives", "host", "growth", "compile")
 RESULTS = ROOT / "runs" / "bench"
 
 
@@ -68,7 +68,13 @@ def _settings(args: argparse.Namespace) -> Settings:
     return replace(QUICK if args.quick else Settings(), **given)
 
 
-_PROGRAMS = {"peers": _peers, "collectives": collectives.main, "host": host.main, "growth": growth.main}
+_PROGRAMS = {
+    "peers": _peers,
+    "collectives": collectives.main,
+    "host": host.main,
+    "growth": growth.main,
+    "compile": compiled.main,
+}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -96,13 +96,14 @@ def deepspeed(build: Build, race: Race, *, stage: int) -> Step:
     return step
 
 
-def shardwise(build: Build, race: Race, *, plan: str) -> Step:
-    """As in the README."""
+def shardwise(build: Build, race: Race, *, plan: str, **options: str) -> Step:
+    """As in the README; `options` are more lines of the plan."""
     import shardwise as sw
 
     world = sw.World.join()
     model = build()
-    engine = sw.shard(model, {"preset": plan, "precision": race.dtype}, optimizer=_adamw(model), world=world)
+    settings = {"preset": plan, "precision": race.dtype, **options}
+    engine = sw.shard(model, settings, optimizer=_adamw(model), world=world)
 
     def step(tokens: Tensor) -> Tensor:
         loss: Tensor = engine(tokens)

@@ -15,6 +15,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.journal import Journal
+from shardwise.comm.threads import PostOffice
+from shardwise.comm.watch import Watch
 from shardwise.errors import FaultError
 from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
 
@@ -228,3 +231,24 @@ def test_nothing_is_left_behind() -> None:
     for _ in range(20):
         run_ranks(2, lambda world: world.barrier())
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("outlives_ranks", [False, True])
+def test_a_rank_that_failed_stays_only_where_it_may_keep_the_board(
+    outlives_ranks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its script is over. Others may still have to read why; where the launcher keeps the board, they can."""
+    office = PostOffice()
+    monkeypatch.setattr(office, "outlives_ranks", outlives_ranks, raising=False)
+    scripts_end: list[Callable[[], object]] = []
+    monkeypatch.setattr("atexit.register", scripts_end.append)
+    stayed: list[float] = []
+    Watch(Journal(0), 2, office, lambda: None, patience_seconds=2, timeout_seconds=10)
+    monkeypatch.setattr("sys.last_value", ValueError("a bad batch"), raising=False)
+    monkeypatch.setattr("time.sleep", stayed.append)
+    (end,) = scripts_end
+    end()
+    assert stayed == ([] if outlives_ranks else [0.5])
+    letter = office.letter()
+    assert letter is not None
+    assert letter.ranks == (0,)

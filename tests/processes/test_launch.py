@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -77,6 +78,7 @@ class Bench:
         for process in self.started:
             if process.poll() is None:
                 process.kill()
+            process.stdout = None if process.stdout is None or process.stdout.closed else process.stdout
             process.communicate()
 
 
@@ -158,6 +160,16 @@ class TestSuccess:
             place = bench.path / "logs" / "attempt-0" / f"rank-{rank}"
             assert (place / "stdout.log").read_text() == "out\n"
             assert (place / "stderr.log").read_text() == "err\n"
+
+    def test_ranks_go_on_when_nobody_reads_what_is_shown(self, bench: Bench) -> None:
+        bench.write("train.py", "print('a line', flush=True)\nopen('done', 'w').close()")
+        launcher = bench.start("--log-dir", "logs", "train.py")
+        assert launcher.stdout is not None
+        launcher.stdout.close()
+        assert launcher.wait(timeout=60) == 0
+        assert launcher.stderr is not None
+        assert launcher.stderr.read() == ""
+        assert (bench.path / "done").exists()
 
     def test_plain_process_group(self, bench: Bench) -> None:
         bench.write(
@@ -281,6 +293,34 @@ class TestFailure:
         result = bench.run("--nproc", "2", "--timeout", "0.3", "train.py")
         assert result.returncode == 1
         assert "rank 1 of 2 failed first, with exit code 1: it raised ValueError" in result.stderr
+
+    def test_the_end_leaves_a_last_collection_out_but_no_line_of_a_file(self, bench: Bench) -> None:
+        """The error is a cycle with the frame that holds the file, as many programs make one."""
+        bench.write(
+            "train.py",
+            """
+            import gzip
+            class Garbage:
+                def __init__(self):
+                    self.itself = self
+                def __del__(self):
+                    print("collected")
+            def main():
+                log, packed, garbage = open("log.txt", "w"), gzip.open("log.gz", "wt"), Garbage()
+                log.write("the last line")
+                packed.write("the last line")
+                try:
+                    raise ValueError("no data")
+                except ValueError as error:
+                    cycle = error
+                    raise
+            main()
+            """,
+        )
+        result = bench.run("train.py")
+        assert (result.returncode, result.stdout) == (1, "")
+        assert (bench.path / "log.txt").read_text() == "the last line"
+        assert zlib.decompressobj(31).decompress((bench.path / "log.gz").read_bytes()) == b"the last line"
 
     def test_a_hook_of_the_script_is_called(self, bench: Bench) -> None:
         bench.write("train.py", "import sys\nsys.excepthook = lambda *_: print('my hook')\n1 / 0\n")

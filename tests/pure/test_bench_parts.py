@@ -18,6 +18,9 @@ import torch
 from rich.console import Console
 
 from benchmarks import fresh, peers
+from benchmarks.compiled import ENGINES as COMPILED_ENGINES
+from benchmarks.compiled import PAIRS, faults_of
+from benchmarks.compiled import summary_of as compiled_summary
 from benchmarks.draw import draw_races
 from benchmarks.figures import read_figures, write_figures
 from benchmarks.fresh import RunError, run_ranks
@@ -267,3 +270,23 @@ def test_the_verb_hands_on_what_it_is_given() -> None:
     )
     assert done.returncode == 2
     assert "'huge' is not a list of tiny, small, tall, ranks4" in done.stderr
+
+
+def test_compiled_runs_are_compared_with_the_same_engine_of_the_same_round() -> None:
+    def run(engine: str, number: int) -> dict[str, Any]:
+        seconds = (number + 1) * (0.9 if engine in PAIRS else 1.0)  # the second round is disturbed, all of it
+        figures = {"cpu_seconds": seconds, "loss": 2.0, "num_graphs": 1, "num_graph_breaks": 0}
+        return {"engine": engine, "round": number, "seconds": seconds, **figures}
+
+    rows = compiled_summary([run(engine, number) for number in range(2) for engine in COMPILED_ENGINES])
+    assert {row["engine"]: row["over_uncompiled"] for row in rows} == {
+        engine: pytest.approx(0.9 if engine in PAIRS else 1.0) for engine in COMPILED_ENGINES
+    }
+    assert faults_of(rows) == []
+    compiled = next(row for row in rows if row["engine"] == "shardwise-zero3, compiled")
+    assert faults_of([{**row, "loss": 2.001} if row is compiled else row for row in rows]) == [
+        "shardwise-zero3, compiled: the loss is 2.001000, uncompiled it is 2.000000."
+    ]
+    assert faults_of([{**row, "num_graph_breaks": 2} if row is compiled else row for row in rows]) == [
+        "shardwise-zero3, compiled: 2 graph breaks."
+    ]

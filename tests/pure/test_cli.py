@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,27 @@ def test_it_runs_as_a_module(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("shardwise: there is no verb 'nosuch'.")
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("explain", "--list"), ("explain", "zero3", "--world", "4", "--json"), ("explain", "x")]
+)
+def test_a_reader_that_has_gone_ends_it_quietly(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """As in `shardwise explain ... | head -1`, or with `2>&1` in it: the status is that of SIGPIPE."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (tmp_path / "said").open("w") as said:
+        stderr = writer if arguments[-1:] == ("x",) else said
+        command = [sys.executable, "-m", "shardwise", *arguments]
+        done = subprocess.run(command, stdout=writer, stderr=stderr, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, (tmp_path / "said").read_text()) == (141, "")
+
+
+def test_another_broken_pipe_stays_a_traceback(verb: Any) -> None:
+    def run(args: object) -> int:
+        raise BrokenPipeError("a defect")
+
+    verb(run)
+    with pytest.raises(BrokenPipeError, match="a defect"):
+        main(["try", "1"])

@@ -178,6 +178,30 @@ def test_origins_of_arguments_names_and_overrides() -> None:
     assert plan.origin("wire") == plan.origin("wire.grad") == "override 'wire.grad=null'"
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("wire.gard", "unknown key 'gard' in wire. Did you mean 'grad'?"),
+        ("acumulate", "unknown key 'acumulate' in the plan. Did you mean 'accumulate'?"),
+        ("rows.grad.sharded", "unknown key 'sharded' in rows.grad. Did you mean 'shard'?"),
+        ("rules.experts.rowz", "unknown key 'rowz' in rules.experts. Did you mean 'rows'?"),
+        ("accumulate.steps", "accumulate has nothing below it."),
+        ("", "unknown key '' in the plan. Known: accumulate, "),
+    ],
+)
+def test_a_place_that_no_plan_has_has_no_origin(path: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Plan().origin(path)
+    assert str(caught.value).startswith(f"origin({path!r}): {words}")
+
+
+@pytest.mark.parametrize("path", ["mesh.dp", "rules.experts", "rules.experts.rows.grad.shard", "units.class", "wire"])
+def test_a_place_that_a_plan_may_have_is_a_default(path: str) -> None:
+    assert Plan().origin(path) == "default"
+    twin = load_plan(load_plan({"units": {"class": "Block"}, "rules": {"a.b": {"max_numel": 9}}}))
+    assert twin.origin("units.class") == twin.origin("rules.a.b.max_numel") == "argument"
+
+
 def test_overrides_leave_the_source_alone(write: Any) -> None:
     values = {"mesh": {"dp": 2}}
     load_plan(values, ["mesh.dp=4"])

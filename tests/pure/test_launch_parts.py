@@ -113,9 +113,18 @@ class TestLetter:
             "rank 0 then raised ValueError: 0.",
             "rank 2 had finished.",
             "rank 3 was ended by the launcher (SIGTERM).",
-            "rank 4 did not end when asked and was killed by the launcher.",
+            "rank 4 did not end when asked and had to be killed by the launcher.",
             "rank 5 ended with exit code 4 after the launcher's SIGTERM.",
         ]
+
+    def test_those_with_one_fate_share_a_line(self) -> None:
+        ended = [Outcome(rank, -15, signal.SIGTERM, 11.0) for rank in (0, 1, 2, 5)]
+        text = letter([*ended[:3], raised(3, 10.1), Outcome(4, 0, None, 1.0), ended[3]])
+        assert text.splitlines()[-2:] == [
+            "ranks 0, 1, 2, 5 were ended by the launcher (SIGTERM).",
+            "rank 4 had finished.",
+        ]
+        assert "ranks 0 to 2 were ended" in letter([*ended[:3], raised(3, 10.1)])
 
     def test_a_signal_has_its_name_and_a_hint(self) -> None:
         text = letter([Outcome(0, -9, None, 1.0)])

@@ -7,12 +7,15 @@ that `shardwise --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
+from shardwise.cli.unread import UNREAD_STATUS, is_about_output, let_go
 from shardwise.errors import ShardwiseError, nearest
 from shardwise.version import __version__
 
@@ -30,8 +33,24 @@ INTERRUPTED_STATUS = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 2 refused, 130 interrupted, else the verb's own."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one command and return its exit status: 0 done, 2 refused, 130 interrupted, else the verb's own.
+
+    141 if nobody reads on what it prints.
+    """
+    if argv is None:
+        atexit.register(gc.freeze)  # [Note: the last collection] in launch/ending.py
+    try:
+        status = _status_of(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError as error:
+        if not is_about_output(error):
+            raise
+        let_go()
+        return UNREAD_STATUS
+
+
+def _status_of(arguments: list[str]) -> int:
     try:
         return _run(arguments)
     except ShardwiseError as error:
@@ -41,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED_STATUS
     except SystemExit as end:  # argparse has printed its help, its version or its letter
+        if is_about_output(end):
+            return UNREAD_STATUS
         return end.code if isinstance(end.code, int) else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
@@ -20,6 +21,11 @@ Answer = TypeVar("Answer")
 
 class Board(Protocol):
     """One world's board. Any thread of any rank may call; nothing blocks for long. Raises `BoardError`."""
+
+    @property
+    def outlives_ranks(self) -> bool:
+        """Whether what was posted can still be read when the rank that posted it is gone, whichever that is."""
+        ...
 
     def publish(self, status: Status) -> None: ...
 
@@ -48,6 +54,10 @@ class StoreBoard:
         store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
         number = (store.add(f"{KEY}/{_WORLDS}", 1) - 1) // size
         self._store = PrefixStore(f"{KEY}/{number}", store)
+
+    @property
+    def outlives_ranks(self) -> bool:
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # else rank 0 keeps it, as a rule
 
     def publish(self, status: Status) -> None:
         _answered(lambda: self._store.set(f"{_STATUS}/{status.rank}", status.to_json()))

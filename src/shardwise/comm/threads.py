@@ -37,6 +37,8 @@ class PostOffice:
 
     # -- the board --------------------------------------------------------------------------------------
 
+    outlives_ranks = False  # it ends with the process, which all of them share
+
     def publish(self, status: Status) -> None:
         self._statuses[status.rank] = status
 

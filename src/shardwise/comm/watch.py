@@ -103,8 +103,8 @@ class Watch:
             return  # a forked child; its parent speaks for the rank
         error = getattr(sys, "last_value", None)
         self.close(error)
-        if error is not None:
-            time.sleep(2 * self._period_seconds)  # the board may be kept by this process: let the others read it
+        if error is not None and not self._board.outlives_ranks:
+            time.sleep(2 * self._period_seconds)  # this process may keep the board: let the others read it
 
     # -- the watch's own thread -------------------------------------------------------------------------
 

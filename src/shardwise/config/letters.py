@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardwise.config.describe import known_keys, words_at
 from shardwise.config.formats import KeyPath
-from shardwise.config.schema import flatten
+from shardwise.config.schema import Plan, flatten
+from shardwise.config.words import known_keys, words_at
 from shardwise.errors import ConfigError, nearest
 
 
@@ -48,10 +48,10 @@ def _at(values: Mapping[str, Any], path: KeyPath) -> object:
 
 def _unknown_key(path: KeyPath) -> str:
     section = ".".join(path[:-1]) or "the plan"
-    return f"unknown key {path[-1]!r} in {section}. {nearest(path[-1], known_keys(path[:-1]))}"
+    return f"unknown key {path[-1]!r} in {section}. {nearest(path[-1], known_keys(Plan, path[:-1]))}"
 
 
 def _wrong_value(path: KeyPath, value: object, said: str) -> str:
-    expected = words_at(path)
+    expected = words_at(Plan, path)
     hint = f"expected {expected}" if expected else said
     return f"{'.'.join(path) or 'the plan'} is {reprlib.repr(value)}; {hint}."

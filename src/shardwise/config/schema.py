@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
+from shardwise.config.words import unknown_at
+from shardwise.errors import ConfigError
 from shardwise.units import parse_bytes
 
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -141,8 +143,16 @@ class Plan(Strict):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def origin(self, path: str) -> str:
-        """Where the value at `path` (`"wire.grad"`) came from: file and line, override, argument, default."""
-        return self._origins.get(path, "default")
+        """Where the value at `path` (`"wire.grad"`) came from: file and line, override, argument, default.
+
+        Raises `ConfigError` for a path that no plan has.
+        """
+        if path in self._origins:
+            return self._origins[path]
+        wrong = unknown_at(type(self), tuple(path.split(".")))
+        if wrong is not None:
+            raise ConfigError(f"origin({path!r}): {wrong}")
+        return "default"
 
     def model_post_init(self, _context: object) -> None:
         """What is passed in Python is an `argument`; `load_plan` knows better for files and overrides."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterable
@@ -59,5 +60,6 @@ class _Tail:
         end = len(new) if all_of_it else max(new.rfind(b"\n"), new.rfind(b"\r")) + 1
         self._held = new[end:]
         if end:
-            self._screen.write(new[:end])
-            self._screen.flush()
+            with contextlib.suppress(OSError):  # nobody reads on; the ranks still have to be watched and ended
+                self._screen.write(new[:end])
+                self._screen.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -17,7 +18,7 @@ _HINTS = {
 
 
 def letter(outcomes: list[Outcome], logs: Path | None = None) -> str:
-    """Which rank failed first and how, its traceback, a line for each other rank, and where logs are."""
+    """Which rank failed first and how, its traceback, what became of the others, and where logs are."""
     first = first_failure(outcomes)
     if first is None:
         return "the job did not finish, and no rank says why."
@@ -27,9 +28,9 @@ def letter(outcomes: list[Outcome], logs: Path | None = None) -> str:
         parts.append(f"Last it said: {first.last_words}.")
     if first.traceback.strip():
         parts.append(first.traceback.strip())
-    others = [f"rank {other.rank} {_fate(other)}." for other in outcomes if other is not first]
+    others = [other for other in outcomes if other is not first]
     if others:
-        parts.append("\n".join(others))
+        parts.append("\n".join(_fates(others)))
     if logs is not None:
         parts.append(f"The output of each rank is in {logs}.")
     return "\n\n".join(parts)
@@ -51,7 +52,7 @@ def stop_line(outcomes: list[Outcome], received: signal.Signals, num_killed: int
     ended = len(outcomes) - num_killed
     killed = f", {num_killed} had to be killed" if num_killed else ""
     lines = [f"ended by {received.name}; {ended} of {len(outcomes)} ranks ended by themselves{killed}."]
-    lines += [f"rank {outcome.rank} {_fate(outcome)}." for outcome in outcomes if outcome.failed]
+    lines += _fates([outcome for outcome in outcomes if outcome.failed])
     return "\n".join(lines)
 
 
@@ -65,6 +66,23 @@ def _manner(outcome: Outcome) -> str:
     return f"ended with exit code {outcome.exit_code}"
 
 
+def _fates(outcomes: list[Outcome]) -> list[str]:
+    """A line for each fate: the peers of a rank that was lost all raise the same words."""
+    ranks: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        ranks.setdefault(_fate(outcome), []).append(outcome.rank)
+    return [f"{_in_words(of_them, fate)}." for fate, of_them in ranks.items()]
+
+
+def _in_words(ranks: list[int], fate: str) -> str:
+    """Ranks in order, and what became of them: 'rank 3 was ...', 'ranks 0 to 6 were ...', 'ranks 0, 2 were ...'."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {fate}"
+    is_row = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    names = f"{ranks[0]} to {ranks[-1]}" if is_row else ", ".join(map(str, ranks))
+    return f"ranks {names} " + re.sub(r"^(then )?was ", r"\1were ", fate)
+
+
 def _fate(outcome: Outcome) -> str:
     """What became of a rank that was not the first to fail."""
     if outcome.failed:
@@ -72,7 +90,7 @@ def _fate(outcome: Outcome) -> str:
     if outcome.exit_code == 0:
         return "had finished" if outcome.sent is None else f"ended well after {outcome.sent.name}"
     if outcome.sent is signal.SIGKILL:
-        return "did not end when asked and was killed by the launcher"
+        return "did not end when asked and had to be killed by the launcher"
     if outcome.sent is not None and outcome.obeyed:
         return f"was ended by the launcher ({outcome.sent.name})"
     sent = outcome.sent.name if outcome.sent else "no signal"

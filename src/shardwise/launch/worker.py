@@ -19,11 +19,14 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from shardwise.launch.ending import end_soon
+
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Run the script named on the command line; does not return after a failure."""
+    end_soon()
     _end_with_the_launcher()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     _write_whole_lines()

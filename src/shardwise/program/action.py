@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -32,11 +34,11 @@ class Moment:
     unit: str = ""
 
     def __str__(self) -> str:
-        return f"{self.edge} {self.phase} {self.unit}".rstrip()
+        return f"{self.edge} {self.phase} {_name(self.unit)}" if self.unit else f"{self.edge} {self.phase}"
 
     @classmethod
     def parse(cls, text: str) -> Moment:
-        match text.split():
+        match _words(text):
             case [edge, ("forward" | "backward" | "step") as phase, *unit] if edge in EDGES and len(unit) < 2:
                 return cls(edge, phase, "".join(unit))  # type: ignore[arg-type]  # checked above
         raise ProgramError(f"{text!r} is not a moment; one reads like 'before forward h.0' or 'after step'.")
@@ -77,15 +79,15 @@ class Action:
         sent = f"{self.sent_bytes} B" if self.communicates else ""
         stream = f"@{self.stream}" if self.stream != "compute" else ""
         if self.over == "-" and self.dtype == "-":
-            return (self.verb, self.flat, self.subject)
-        return (self.verb, self.flat, self.subject, self.over, self.dtype, sent, stream)
+            return (self.verb, _name(self.flat), self.subject)
+        return (self.verb, _name(self.flat), self.subject, _name(self.over), self.dtype, sent, stream)
 
     def __str__(self) -> str:
         return " ".join(cell for cell in self.cells() if cell)
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        words = text.split()
+        words = _words(text)
         stream = words.pop()[1:] if len(words) > 3 and words[-1].startswith("@") else "compute"
         sent = 0
         if len(words) > 4 and words[-1] == "B" and words[-2].isdecimal():
@@ -104,6 +106,24 @@ def _is_action(words: list[str]) -> bool:
     if len(words) not in (3, 5) or words[0] not in VERBS or words[2] not in SUBJECTS:
         return False
     return len(words) == 3 or words[4] == "-" or words[4] in WIDTH
+
+
+def _name(name: str) -> str:
+    """A unit's or an axis's name as one word: with blanks or quotes in it, as modules may have, it stands in quotes."""
+    is_word = name.isprintable() and not set(' "') & set(name) and name
+    return name if is_word else json.dumps(name)
+
+
+def _words(text: str) -> list[str]:
+    words = re.findall(r'"(?:[^"\\]|\\.)*"(?!\S)|\S+', text)
+    return [_unquoted(word) if word.startswith('"') else word for word in words]
+
+
+def _unquoted(word: str) -> str:
+    try:
+        return str(json.loads(word))
+    except json.JSONDecodeError:
+        raise ProgramError(f"{word} is not a name in quotes as JSON has them.") from None
 
 
 @dataclass(frozen=True, slots=True)
