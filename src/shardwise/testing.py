@@ -69,7 +69,7 @@ def run_ranks(
     *,
     timeout_seconds: float = 60,
     patience_seconds: float = 1,
-    shares_memory: bool = False,
+    shares_memory: bool = True,
 ) -> list[Result]:
     """Call `work(world)` on `num_ranks` threads that are each other's world; what they return, by rank.
 

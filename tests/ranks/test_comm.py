@@ -1,24 +1,32 @@
-"""Collectives made of messages between pairs: right at every size, and the same bits everywhere."""
+"""Collectives, over messages between pairs and over shared memory: right at every size, the same bits everywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 import shardwise as sw
+from shardwise import testing
 from shardwise.comm import Collectives, Group
 from shardwise.errors import ConfigError, FaultError
 from shardwise.mesh import Mesh
-from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
+RunRanks = Callable[..., list[Any]]
 SIZES = [1, 2, 3, 4, 8]
 CHUNK = 48
 
 
-def on_line(num_ranks: int, work: Callable[[Collectives, Group], Tensor]) -> list[Tensor]:
+@pytest.fixture(params=[True, False], ids=["shared", "sent"])
+def run_ranks(request: pytest.FixtureRequest) -> RunRanks:
+    return partial(testing.run_ranks, shares_memory=request.param)
+
+
+def on_line(run_ranks: RunRanks, num_ranks: int, work: Callable[[Collectives, Group], Tensor]) -> list[Tensor]:
     def rank(world: sw.World) -> Tensor:
         return work(world.collectives(torch.device("cpu")), world.everybody)
 
@@ -35,27 +43,29 @@ def total(num_ranks: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
-def test_all_gather_in_place(num_ranks: int, dtype: torch.dtype) -> None:
+def test_all_gather_in_place(run_ranks: RunRanks, num_ranks: int, dtype: torch.dtype) -> None:
     def gather(collectives: Collectives, group: Group) -> Tensor:
         full = torch.zeros(num_ranks * CHUNK, dtype=dtype)
         full.chunk(num_ranks)[group.index].fill_(group.index + 1)
         collectives.all_gather(full, group).wait()
         return full
 
-    for full in on_line(num_ranks, gather):
+    for full in on_line(run_ranks, num_ranks, gather):
         assert torch.equal(full, torch.arange(1, num_ranks + 1).repeat_interleave(CHUNK).to(dtype))
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-def test_reduce_scatter_sums_in_the_wide_dtype(num_ranks: int, source: torch.dtype, wire: torch.dtype) -> None:
+def test_reduce_scatter_sums_in_the_wide_dtype(
+    run_ranks: RunRanks, num_ranks: int, source: torch.dtype, wire: torch.dtype
+) -> None:
     def reduce(collectives: Collectives, group: Group) -> Tensor:
         out = torch.empty(CHUNK)
         collectives.reduce_scatter(out, summand(group.index, num_ranks, source), group, wire).wait()
         return out
 
-    reduced = torch.cat(on_line(num_ranks, reduce)).double()
+    reduced = torch.cat(on_line(run_ranks, num_ranks, reduce)).double()
     rounding = 1e-6 if torch.bfloat16 not in (source, wire) or source == wire else 2**-8 * num_ranks
     assert (reduced - total(num_ranks, source)).abs().max() <= rounding * 4
 
@@ -63,21 +73,23 @@ def test_reduce_scatter_sums_in_the_wide_dtype(num_ranks: int, source: torch.dty
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_all_reduce_is_the_same_everywhere(num_ranks: int, wire: torch.dtype, in_place: bool) -> None:
+def test_all_reduce_is_the_same_everywhere(
+    run_ranks: RunRanks, num_ranks: int, wire: torch.dtype, in_place: bool
+) -> None:
     def reduce(collectives: Collectives, group: Group) -> Tensor:
         source = summand(group.index, num_ranks)
         out = source if in_place else torch.empty_like(source)
         collectives.all_reduce(out, source, group, wire).wait()
         return out
 
-    results = on_line(num_ranks, reduce)
+    results = on_line(run_ranks, num_ranks, reduce)
     assert all(torch.equal(result, results[0]) for result in results)
     tolerance = 1e-5 if wire == torch.float32 else 0.1
     assert (results[0].double() - total(num_ranks, torch.float32)).abs().max() <= tolerance
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
-def test_all_to_all_of_any_lengths(num_ranks: int) -> None:
+def test_all_to_all_of_any_lengths(run_ranks: RunRanks, num_ranks: int) -> None:
     """Rank i sends i * j numbers to rank j; what is empty does not travel."""
 
     def rank(world: sw.World) -> int:
@@ -95,7 +107,7 @@ def test_all_to_all_of_any_lengths(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
-def test_broadcast_and_exchange(num_ranks: int) -> None:
+def test_broadcast_and_exchange(run_ranks: RunRanks, num_ranks: int) -> None:
     def rank(world: sw.World) -> None:
         tensor = torch.full((5,), float(world.rank))
         world.collectives(tensor.device).broadcast(tensor, num_ranks - 1, world.everybody).wait()
@@ -109,7 +121,7 @@ def test_broadcast_and_exchange(num_ranks: int) -> None:
     run_ranks(num_ranks, rank)
 
 
-def test_lines_of_a_mesh_do_not_mix() -> None:
+def test_lines_of_a_mesh_do_not_mix(run_ranks: RunRanks) -> None:
     mesh = Mesh.of({"node": 2, "local": 3}, 6)
 
     def rank(world: sw.World) -> tuple[list[float], list[float]]:
@@ -127,7 +139,7 @@ def test_lines_of_a_mesh_do_not_mix() -> None:
         assert over_local == [3.0 if index < 3 else 12.0]
 
 
-def test_a_message_that_never_comes_is_an_error() -> None:
+def test_a_message_that_never_comes_is_an_error(run_ranks: RunRanks) -> None:
     def rank(world: sw.World) -> None:
         if world.rank == 0:
             world.barrier()

@@ -20,10 +20,13 @@ def model() -> Transformer:
     return Transformer()
 
 
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), ALL, ids=IDS)
-def test_trains_like_the_plain_model(preset: str, num_ranks: int, mesh: Any, model: Transformer) -> None:
+def test_trains_like_the_plain_model(
+    preset: str, num_ranks: int, mesh: Any, model: Transformer, *, shares_memory: bool
+) -> None:
     data = batches(20, rows=12)
-    run = sharded_run(model, data, preset, num_ranks, mesh, clip_grad_norm=0.5)
+    run = sharded_run(model, data, preset, num_ranks, mesh, clip_grad_norm=0.5, shares_memory=shares_memory)
     assert_same(run, plain_run(model, data, clip=0.5))
     assert run.losses[-1] < run.losses[0]
 
@@ -37,8 +40,11 @@ def test_bf16_stays_near_the_plain_model(preset: str, num_ranks: int, mesh: Any,
     assert_same(run, twin, loss=1e-2, param=3e-2, norm=0.1)
 
 
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), ALL, ids=IDS)
-def test_sends_and_holds_what_the_program_says(preset: str, num_ranks: int, mesh: Any, model: Transformer) -> None:
+def test_sends_and_holds_what_the_program_says(
+    preset: str, num_ranks: int, mesh: Any, model: Transformer, *, shares_memory: bool
+) -> None:
     def count(engine: sw.Engine) -> dict[str, Any]:
         ledger = engine._ledger
         x, y = batches(1, rows=4 * engine.world.size)[0]
@@ -61,7 +67,8 @@ def test_sends_and_holds_what_the_program_says(preset: str, num_ranks: int, mesh
             "report": report,
         }
 
-    run = sharded_run(model, batches(3, rows=12), preset, num_ranks, mesh, after=count)
+    data = batches(3, rows=12)
+    run = sharded_run(model, data, preset, num_ranks, mesh, after=count, shares_memory=shares_memory)
     sent, promised = run.extra["sent"]
     assert sent == promised
     calls, planned = run.extra["calls"]

@@ -162,8 +162,10 @@ NUM_MODELS = 220
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(sketch=sketches(), plan=st.sampled_from(PLANS), seed=st.integers(0, 99))
-def test_drawn_models_train_like_their_twins(sketch: Sketch, plan: tuple[int, dict[str, Any]], seed: int) -> None:
+@given(sketch=sketches(), plan=st.sampled_from(PLANS), seed=st.integers(0, 99), shares_memory=st.booleans())
+def test_drawn_models_train_like_their_twins(
+    sketch: Sketch, plan: tuple[int, dict[str, Any]], seed: int, *, shares_memory: bool
+) -> None:
     num_ranks, settings = plan
     if "experts" in sketch.kinds:  # one that only some ranks call must not be a unit by itself
         settings = {**settings, "units": {"class": "Layer"}}
@@ -197,7 +199,7 @@ def test_drawn_models_train_like_their_twins(sketch: Sketch, plan: tuple[int, di
                 losses.append(world.mean(loss.item()))
             return losses, full_params(engine), engine._meter.now["working"]
 
-    for losses, params, working in run_ranks(num_ranks, rank, timeout_seconds=10):
+    for losses, params, working in run_ranks(num_ranks, rank, timeout_seconds=10, shares_memory=shares_memory):
         assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert working == 0
         for name, param in twin.named_parameters():

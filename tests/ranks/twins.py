@@ -121,6 +121,7 @@ def sharded_run(
     *,
     step: Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor] | None = None,
     after: Callable[[sw.Engine], dict[str, Any]] | None = None,
+    shares_memory: bool = True,
     **plan: Any,
 ) -> Run:
     """The same training on threads as ranks. `step` replaces the engine's own loop body, for other styles."""
@@ -143,7 +144,7 @@ def sharded_run(
         engine.close()
         return run
 
-    runs = run_ranks(num_ranks, rank)
+    runs = run_ranks(num_ranks, rank, shares_memory=shares_memory)
     for run in runs[1:]:
         assert run.losses == runs[0].losses
         assert run.norms == runs[0].norms

@@ -61,14 +61,17 @@ class Neighbours:
         self._is_cut = threading.Event()
 
     @classmethod
-    def meet(cls, rank: int, exchange: Exchange) -> Neighbours | None:
+    def meet(cls, rank: int, exchange: Exchange, host: str = "") -> Neighbours | None:
         """Find the ranks of this host. All ranks of the world call; `exchange` gives everybody's message, by rank.
+
+        `host` is what the ranks of one host have in common; it is found out if it is not given.
 
         `None` on all ranks of a host where memory cannot be shared, or where there is only one of them.
         """
         own = _create()
-        said = {"host": _host() if own is not None else f"nobody's {rank}", "pid": os.getpid()}
-        said["file"] = own.descriptor if own is not None else -1
+        said: dict[str, str | int] = {"pid": os.getpid(), "file": -1, "host": f"that of rank {rank} alone"}
+        if own is not None:
+            said |= {"file": own.descriptor, "host": host or _host()}
         told = [json.loads(message) for message in exchange(json.dumps(said).encode())]
         ranks = [other for other, one in enumerate(told) if one["host"] == said["host"]]
         pids = {other: int(told[other]["pid"]) for other in ranks}

@@ -1,0 +1,272 @@
+"""Memory that ranks of one host have in common: who reads, who writes, and what is left where they have none."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run, sharded_run
+
+import shardwise as sw
+from shardwise.comm.shm import neighbours
+from shardwise.comm.shm.arena import Arena
+from shardwise.comm.shm.desk import NUM_OFFERS
+from shardwise.comm.shm.file import SharedFile, is_possible
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+pytestmark = pytest.mark.skipif(not is_possible(), reason="this system has no memfd")
+CPU = torch.device("cpu")
+MESH = {"node": 2, "local": 2}
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer()
+
+
+def engines(num_ranks: int, model: nn.Module, work: Any, plan: Any = "zero3") -> list[Any]:
+    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> Any:
+        replica = replicas[world.rank]
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            return work(engine)
+
+    return run_ranks(num_ranks, rank)
+
+
+# -- parameters ---------------------------------------------------------------------------------------------
+
+
+def test_one_copy_is_read_by_all(model: Transformer) -> None:
+    """What one rank writes where a parameter rests is what all others read, though nothing was sent."""
+
+    def work(engine: sw.Engine) -> list[float]:
+        flat = engine._flats[0]
+        engine._ledger.clear()
+        engine._runner.open_params()
+        flat.param.fill_(engine.world.rank + 1)
+        engine._runner.close_params()
+        engine.world.barrier()
+        return sorted(set(flat.full.tolist()))
+
+    assert engines(3, model, work) == [[1.0, 2.0, 3.0]] * 3
+
+
+def test_parameters_can_be_read_between_steps(model: Transformer) -> None:
+    twin = plain_run(model, batches(2, rows=12))
+
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        for x, y in batches(2, rows=12):
+            rows = slice(6 * engine.world.rank, 6 * (engine.world.rank + 1))
+            engine_step(engine, None, (x[rows], y[rows]))  # type: ignore[arg-type]
+        engine.world.barrier()
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+    for params in engines(2, model, work):
+        for name, param in twin.params.items():
+            assert torch.allclose(params[name], param, atol=1e-5), name
+
+
+def test_what_one_writes_outside_of_gathered_is_his_own_and_soon_gone(model: Transformer) -> None:
+    def work(engine: sw.Engine) -> list[bool]:
+        weight = engine.module.get_parameter("blocks.1.up.weight")
+        before = engine.get("blocks.1.up.weight")
+        assert before is not None
+        if engine.world.rank == 1:
+            weight.data.fill_(7.0)
+        seen = bool((weight == 7.0).all())
+        engine.world.barrier()
+        x, y = batches(1)[0]
+        with torch.no_grad():
+            engine(x, y)
+        after = engine.get("blocks.1.up.weight")
+        return [seen, torch.equal(before, after), torch.equal(before, weight)]  # type: ignore[arg-type]
+
+    assert engines(2, model, work) == [[False, True, True], [True, True, True]]
+
+
+def test_rank_0_edits_for_all(model: Transformer) -> None:
+    def work(engine: sw.Engine) -> float:
+        with engine.gathered("head.weight", write=True):
+            engine.module.get_parameter("head.weight").data.fill_(0.5 + engine.world.rank)
+        value = engine.get("head.weight")
+        assert value is not None
+        return float(value.mean())
+
+    assert engines(3, model, work) == [0.5] * 3
+
+
+@pytest.mark.parametrize("plan", ["zero3", {"preset": "zero3", "precision": "bf16"}, {"preset": "hsdp", "mesh": MESH}])
+def test_reshard_set_and_load(model: Transformer, plan: Any) -> None:
+    """All that writes parameters, one after the other, with a forward in between."""
+    x, y = batches(1, rows=4)[0]
+
+    def work(engine: sw.Engine) -> list[float]:
+        losses = []
+        state = engine.state_dict()
+        value = engine.get("head.weight")
+        assert value is not None
+        for change in (
+            lambda: engine.set("head.weight", value * 2),
+            lambda: engine.load_state_dict(state),
+            lambda: engine.reshard("zero2"),
+            lambda: engine.reshard(plan),
+            lambda: engine.set("head.weight", value * 2),
+        ):
+            change()
+            with torch.no_grad():
+                losses.append(round(float(engine(x, y)), 4))
+        return losses
+
+    told = engines(4, model, work, plan)
+    assert all(losses == told[0] for losses in told)
+    doubled, plain, _, again, at_last = told[0]
+    assert (doubled, plain) == (at_last, again) != (plain, doubled)
+
+
+def test_ranks_may_evaluate_at_their_own_pace(model: Transformer) -> None:
+    """A gather waits for nobody: one rank may call the model where the others do not."""
+
+    def work(engine: sw.Engine) -> None:
+        x, y = batches(1)[0]
+        for _ in range(engine.world.rank):
+            with torch.no_grad():
+                engine(x, y)
+        engine.backward(engine(x, y))
+        engine.step()
+
+    engines(3, model, work)
+
+
+def test_nothing_stays_mapped(model: Transformer) -> None:
+    """Engines that are gone leave no mapping and no descriptor behind."""
+
+    def shared() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("memfd:shardwise")
+
+    def work(engine: sw.Engine) -> None:
+        engine.world.barrier()
+        assert shared() > 0
+        engine.world.barrier()
+
+    before, open_before = shared(), len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        engines(2, model, work)
+    assert shared() == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= open_before
+
+
+# -- two hosts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["hsdp", "hpz", "zero3", "zero1"])
+def test_lines_beyond_a_host_go_by_messages(preset: str, model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts of two ranks: the inner axis shares memory, the outer one does not."""
+    plain_meet = neighbours.Neighbours.meet
+
+    def meet(rank: int, exchange: neighbours.Exchange) -> neighbours.Neighbours | None:
+        return plain_meet(rank, exchange, host="ab"[rank // 2])
+
+    monkeypatch.setattr(neighbours.Neighbours, "meet", meet)
+    transports: list[list[str]] = []
+
+    def after(engine: sw.Engine) -> dict[str, Any]:
+        collectives = engine.world.collectives(CPU)
+        transports.append([collectives.transport(engine.world.group(engine.mesh, axis)) for axis in engine.mesh.axes])
+        return {}
+
+    data = batches(5, rows=12)
+    assert_same(sharded_run(model, data, preset, 4, MESH, after=after), plain_run(model, data))
+    assert transports == [["threads", "shared memory"]] * 4
+
+
+def test_where_memory_cannot_be_shared_messages_are_sent(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> SharedFile:
+        raise PermissionError("not allowed to look")
+
+    monkeypatch.setattr(SharedFile, "attach", refuse)
+    data = batches(3, rows=12)
+    run = sharded_run(model, data, "zero3", 2, None, after=lambda engine: {"how": str(engine)})
+    assert_same(run, plain_run(model, data))
+    assert "over threads" in run.extra["how"]
+    assert "share no memory (not allowed to look)" in caplog.text
+
+
+# -- the parts ----------------------------------------------------------------------------------------------
+
+
+def test_more_offers_than_there_are_places_for() -> None:
+    def rank(world: sw.World) -> float:
+        collectives = world.collectives(CPU)
+        works, tensors = [], []
+        for number in range(NUM_OFFERS + 20):
+            if world.rank == 0:
+                tensors.append(torch.full((3,), float(number)))
+            else:
+                tensors.append(torch.zeros(3))
+            works.append(collectives.broadcast(tensors[-1], 0, world.everybody))
+            if world.rank == 1:
+                works[-1].wait()
+        if world.rank == 0:
+            for work in works:
+                work.wait()
+        world.barrier()
+        return float(torch.stack(tensors).sum())
+
+    assert run_ranks(2, rank) == [3.0 * sum(range(NUM_OFFERS + 20))] * 2
+
+
+def test_blocks_are_used_again_once_nobody_needs_them() -> None:
+    arena = Arena(SharedFile.create(), mmap.PAGESIZE)
+    large = arena.take(10 * 2**20)
+    address = large.data_ptr()
+    view = large[5:]
+    del large
+    second = arena.take(10 * 2**20)
+    assert second.data_ptr() != address  # a view is still there
+    del view
+    third = arena.take(9 * 2**20)
+    assert third.data_ptr() == address
+    small = arena.take(10)
+    assert small.numel() == 10
+    found = arena.find(third[100:])
+    assert found is not None
+    assert found[1] == 100
+    assert arena.find(torch.zeros(4)) is None
+
+
+def test_pages_of_idle_blocks_are_given_back() -> None:
+    file = SharedFile.create()
+    arena = Arena(file, mmap.PAGESIZE)
+    blocks = [arena.take(4 * 2**20) for _ in range(4)]
+    for block in blocks:
+        block.fill_(1)
+    assert _pages_bytes(file) >= 16 * 2**20
+    del blocks, block
+    arena.rest()
+    assert _pages_bytes(file) <= 5 * 2**20
+
+
+def _pages_bytes(file: SharedFile) -> int:
+    return Path(f"/proc/self/fd/{file.descriptor}").stat().st_blocks * 512
+
+
+def test_full_params_are_the_masters(model: Transformer) -> None:
+    def work(engine: sw.Engine) -> float:
+        whole = full_params(engine)
+        mine = {name: param.detach() for name, param in engine.module.named_parameters()}
+        return max(float((whole[name] - mine[name]).abs().max()) for name in whole)
+
+    assert engines(4, model, work) == [0.0] * 4
