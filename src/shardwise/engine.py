@@ -293,8 +293,9 @@ class Engine:
         """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call, between steps.
 
         `state` is the caller's own, rank 0's is kept: numbers, text, lists, dicts, tensors. `step` defaults to the
-        number of optimizer steps taken. With `wait=False` it returns when everything is copied to host memory, and
-        goes on in the background; a failure there is raised by the next call that saves, resumes or closes. `keep`
+        number of optimizer steps taken. With `wait=False` it returns when parameters and buffers are copied to host
+        memory, and goes on in the background, with the optimizer's states first: the next step waits until they are
+        copied. A failure there is raised by the next call that saves, resumes or closes. `keep`
         says which checkpoints of the folder stay, and `metrics` by what the best is known.
 
         Raises `CheckpointError` on all ranks if it could not be written; what was there before is still there.
@@ -617,6 +618,7 @@ class Engine:
         self._runner.open_params()
         if self.plan.clip_grad_norm is not None:
             clip(self._flats, norm, self.plan.clip_grad_norm)
+        self._saver.wait_for_states()
         self._require_optimizer().offer_gradients()
 
     def _during_step(self) -> None:

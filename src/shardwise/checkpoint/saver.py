@@ -28,11 +28,11 @@ import torch
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.codec import encode
 from shardwise.checkpoint.content import Content
-from shardwise.checkpoint.image import Image, image_of
+from shardwise.checkpoint.image import WINDOW, Image, image_of
 from shardwise.checkpoint.index import Chunk, File, Index
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
-from shardwise.checkpoint.write import Feed, Stage, live, staged, write_rank
+from shardwise.checkpoint.write import Feed, Snapshot, Stage, live, staged, write_rank
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.units import format_seconds
@@ -70,6 +70,7 @@ class Saver:
         self._stage = Stage(pinned=pinned)
         self._timeout_seconds = timeout_seconds
         self._under_way: _UnderWay | None = None
+        self._snapshot: Snapshot | None = None
         self._locks: dict[Path, FolderLock] = {}
         self._metrics: dict[Path, dict[str, float]] = {}
 
@@ -77,27 +78,37 @@ class Saver:
         """Write `request.target`, then point `latest` at it. All ranks call.
 
         A reader, or a `kill -9`, never sees half a checkpoint. If one rank fails, all raise `CheckpointError`, and
-        what was there before is still there. Without `wait` it returns once everything is copied to host memory, and
-        what goes wrong after that is raised by the next call of `save` or `settle`, or by `close`.
+        what was there before is still there. Without `wait` it returns once all but the optimizer's states is copied to
+        host memory ([Note: late copies]), and what goes wrong after that is raised by the next call of `save` or
+        `settle`, or by `close`.
         """
         self.settle()
         request, image, draft = self._prepare(request, content)
         what = f"The checkpoint {request.target} could not be written"
         if wait:
-            self._write_now(request, content, draft, Feed(image, live(image)), what)
+            stage = self._stage.sized(min(image.padded_bytes, 2 * WINDOW))
+            self._write_now(request, content, draft, Feed(image, live(image, stage)), what)
             return request.target
         stage = self._stage.sized(image.padded_bytes)
-        image.copy_to(stage)
-        feed = Feed(image.without_sources(), staged(stage))
+        snapshot = Snapshot(image, stage)
+        snapshot.take()
+        feed = Feed(image.without_sources, staged(stage), first=snapshot.copy_states)
         shell = Content(shapes=content.shapes, groups=content.groups, numbers=content.numbers)
         self._under_way = _UnderWay(what, lambda: self._write_behind(request, shell, draft, feed))
-        feed.start()
         self._under_way.start()
+        feed.start()
+        self._snapshot = snapshot
         return request.target
+
+    def wait_for_states(self) -> None:
+        """Return once the optimizer's states may change; they are copied beside the training. For one rank alone."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.wait_for_states()
 
     def settle(self) -> None:
         """Wait for what is written in the background; raise on all ranks what went wrong with it. All ranks call."""
-        under_way, self._under_way = self._under_way, None
+        under_way, self._under_way, self._snapshot = self._under_way, None, None
         if under_way is not None:
             under_way.join()
             self._agree(under_way.result, under_way.what, None)

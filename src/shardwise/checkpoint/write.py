@@ -10,13 +10,15 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.checkpoint.codec import bytes_tensor
 from shardwise.checkpoint.image import PAGE, WINDOW, Image, Sums
+from shardwise.errors import CheckpointError
 
 
 class Stage:
@@ -44,6 +46,76 @@ def pages(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+class Snapshot:
+    """An image's bytes as they were when it was taken, in host memory; see [Note: late copies].
+
+    [Note: late copies] A training step changes an optimizer's states at its very end, and nothing else does. So `take`
+    copies parameters and buffers at once, and states are copied by the thread that goes on to write them, beside the
+    next forward and backward; `wait_for_states` is for whoever is about to step. (So does DataStates-LLM,
+    arXiv:2406.10707, with everything. Parameters are not left for later here because loops do change them by hand
+    between steps: clamping, averages, ties.) A state that was changed by hand meanwhile is noticed by torch's own
+    counter of changes, and the checkpoint fails with a letter instead of holding half of the change.
+    """
+
+    def __init__(self, image: Image, stage: torch.Tensor) -> None:
+        self._image: Image | None = image
+        self._stage = stage
+        self._late = [number for number, part in enumerate(image.parts) if part.kind.startswith("state.")]
+        self._counts = [_changes_of(image.sources[number]) for number in self._late]
+        self._is_whole = threading.Event()
+        self._stream_device = next((source.device for source in image.sources if source.is_cuda), None)
+        self._taken: torch.cuda.Event | None = None
+
+    def take(self) -> None:
+        """Copy what may change at any time, and note the moment."""
+        image = self._image
+        assert image is not None
+        self._stage[: len(image.head)].copy_(bytes_tensor(image.head))
+        late = set(self._late)
+        image.copy_to(self._stage, (number for number in range(len(image.parts)) if number not in late))
+        if self._stream_device is not None:
+            stream = torch.cuda.current_stream(self._stream_device)
+            self._taken = stream.record_event()
+            stream.synchronize()
+
+    def copy_states(self) -> None:
+        """Copy the rest, and let go of the model's memory. For the thread that goes on to write."""
+        try:
+            self._copy_states()
+        finally:
+            self._image = None
+            self._is_whole.set()
+
+    def wait_for_states(self) -> None:
+        """Return once the states may change again."""
+        self._is_whole.wait()
+
+    def _copy_states(self) -> None:
+        image = self._image
+        assert image is not None
+        if self._stream_device is None:
+            image.copy_to(self._stage, self._late)
+        else:
+            stream = torch.cuda.Stream(self._stream_device)
+            assert self._taken is not None
+            stream.wait_event(self._taken)
+            with torch.cuda.stream(stream):
+                image.copy_to(self._stage, self._late)
+            stream.synchronize()
+        for number, count in zip(self._late, self._counts, strict=True):
+            if _changes_of(image.sources[number]) != count:
+                raise CheckpointError(
+                    f"{image.parts[number].key} was changed while it was being copied. After save(wait=False) an "
+                    f"optimizer's states are its own until the next step; change them before the save, or after "
+                    f"wait_for_save()."
+                )
+
+
+def _changes_of(tensor: torch.Tensor) -> int:
+    """How often the memory of a tensor has been changed in place, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def staged(stage: torch.Tensor) -> Iterator[memoryview]:
     """An image that lies in host memory, window by window."""
     view = memoryview(stage.numpy().data)
@@ -51,40 +123,43 @@ def staged(stage: torch.Tensor) -> Iterator[memoryview]:
         yield view[start : start + WINDOW]
 
 
-def live(image: Image) -> Iterator[memoryview]:
+def live(image: Image, stage: torch.Tensor) -> Iterator[memoryview]:
     """An image read from where its tensors live, window by window, through two windows of host memory in turn."""
-    bounces = [pages(min(WINDOW, image.padded_bytes)) for _ in range(2)]
     for number, start in enumerate(range(0, image.padded_bytes, WINDOW)):
-        window = bounces[number % 2][: min(WINDOW, image.padded_bytes - start)]
+        at = number % 2 * WINDOW
+        window = stage[at : at + min(WINDOW, image.padded_bytes - start)]
         image.read(start, window)
         yield memoryview(window.numpy().data)
 
 
 class Feed(threading.Thread):
-    """Makes windows ready beside the writing: reads the next one and takes its checksums while one is written.
+    """Makes windows ready beside the writing: takes the checksums of one and reads the next while one is written.
 
     Made and started by whoever calls for a save: an interpreter that is about to end lets running threads finish,
-    but starts no new ones.
+    but starts no new ones. What is to be done `first` is done in any case.
     """
 
-    def __init__(self, image: Image, windows: Iterator[memoryview]) -> None:
+    def __init__(
+        self, image: Image, windows: Iterator[memoryview], *, first: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(name="shardwise checksums")
         self.image = image
         self.sums = Sums(image)
         self._windows = windows
+        self._first = first
         self._free = threading.Semaphore(2)
         self._ready: queue.SimpleQueue[memoryview | BaseException | None] = queue.SimpleQueue()
         self._is_stopped = False
 
     def run(self) -> None:
         try:
+            self._first()
             while self._free.acquire() and not self._is_stopped:
                 window = next(self._windows, None)
-                if window is not None:
-                    self.sums.add(window)
                 self._ready.put(window)
                 if window is None:
                     return
+                self.sums.add(window)
         except BaseException as error:  # raised where the windows are used
             self._ready.put(error)
 
