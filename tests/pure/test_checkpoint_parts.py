@@ -176,6 +176,7 @@ def test_an_image_is_what_safetensors_reads(tmp_path: Path) -> None:
     stage = torch.zeros(image.padded_bytes, dtype=torch.uint8)
     snapshot = Snapshot(image, stage)
     snapshot.take()
+    snapshot.go_on()
     snapshot.copy_states()
     windows = [bytes(window) for window in live(image, torch.empty(2 * WINDOW, dtype=torch.uint8))]
     assert b"".join(windows) == stage.numpy().tobytes()

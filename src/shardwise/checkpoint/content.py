@@ -43,7 +43,10 @@ class Entry:
 
 @dataclass
 class Content:
-    """Everything of one model and optimizer that a resume needs, as it lies on one rank."""
+    """Everything of one model and optimizer that a resume needs, as it lies on one rank.
+
+    A parameter's entry is its master weights where there are some; the resting bytes of a frozen one.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -65,10 +68,13 @@ def content_of(
     Buffers are rank 0's, which after each step all ranks share; with `own_buffers` every rank has its own.
     """
     content = Content(ties=_ties(model))
+    written: dict[str, Span] = {}
     for flat in flats:
+        kept, mine = _kept(flat.spec, flat.coordinate), _given(flat.spec, flat.coordinate)
         for index, slot in enumerate(flat.slots):
             content.shapes[slot.name] = slot.shape
-            content.entries.append(_parameter(flat, index))
+            span, written[slot.name] = (slot.span.overlap(part).within(slot.span) for part in (kept, mine))
+            content.entries.append(Entry("param", slot.name, span, flat.param_piece(index), written[slot.name]))
     known = {param for flat in flats for param in flat.params}
     loose = [(name, param.detach()) for name, param in model.named_parameters() if param not in known]
     kind = f"buffer.{rank}" if own_buffers and rank else "buffer"
@@ -77,7 +83,7 @@ def content_of(
         span = Span(0, tensor.numel())
         content.entries.append(Entry(kind, name, span, tensor, span if own_buffers or rank == 0 else NOTHING))
     if optimizer is not None:
-        _add_states(content, optimizer)
+        _add_states(content, optimizer, written)
         content.groups = _groups(optimizer)
     return content
 
@@ -96,7 +102,12 @@ def kept_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span
 
 
 def written_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:
-    """Those of them that the rank at `coordinate` gives away: of all copies of an element exactly one.
+    """Those of them that the rank at `coordinate` gives away: of all copies of an element exactly one."""
+    return slot.span.overlap(_given(spec, coordinate)).within(slot.span)
+
+
+def _given(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
+    """Of a flat buffer, the elements that this rank gives away.
 
     Copies lie along the axes over which the buffer is not sharded. It divides evenly among all ranks, and so does what
     one rank keeps among its copies.
@@ -109,8 +120,7 @@ def written_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> S
             num_copies *= spec.mesh.size(axis)
     kept = _kept(spec, coordinate)
     part = kept.numel // num_copies
-    mine = Span(kept.start + place * part, kept.start + (place + 1) * part)
-    return slot.span.overlap(mine).within(slot.span)
+    return Span(kept.start + place * part, kept.start + (place + 1) * part)
 
 
 def _kept(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
@@ -121,25 +131,14 @@ def _kept_shard(spec: FlatSpec) -> Axes:
     return (spec.table.optim if spec.trainable else spec.table.param).shard
 
 
-def _written(flat: Flat, index: int) -> Span:
-    return written_span(flat.spec, flat.slots[index], flat.coordinate)
-
-
-def _parameter(flat: Flat, index: int) -> Entry:
-    """Master weights where there are some; the resting bytes of a frozen parameter."""
-    slot = flat.slots[index]
-    kept = kept_span(flat.spec, slot, flat.coordinate)
-    return Entry("param", slot.name, kept, flat.param_piece(index), _written(flat, index))
-
-
-def _add_states(content: Content, optimizer: AdoptedOptimizer) -> None:
+def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mapping[str, Span]) -> None:
     """The optimizer's states of this rank's pieces. Of what is not of the piece's size the first element's rank
     writes what it has; all have the same."""
     for piece in optimizer.pieces:
         state = optimizer.state_of(piece)
         if not state:
             continue
-        written = _written(piece.flat, piece.index)
+        written = written_of[piece.name]
         is_first = written.start == 0 and written.numel > 0
         for key, value in state.items():
             kind = f"state.{key}"

@@ -98,6 +98,7 @@ class Saver:
         self._under_way.start()
         feed.start()
         self._snapshot = snapshot
+        snapshot.go_on()
         return request.target
 
     def wait_for_states(self) -> None:
@@ -139,19 +140,26 @@ class Saver:
         images: list[Image] = []
         states: list[dict[str, Any]] = []
 
-        def lay_out() -> dict[str, Any]:
+        def begin(draft: Path) -> dict[str, Any]:
             memories = {f"rank/{self._world.rank}": json.dumps(encode(dict(request.memories), "memories")).encode()}
             images.append(image_of(_file_name(self._world.rank), content, memories))
             states.append(encode(dict(request.state)))
-            return {"bytes": images[0].num_bytes, "token": f"{os.getpid()}-{secrets.token_hex(4)}"}
+            free = self._open(request.folder, draft) if self._world.rank == 0 else 0
+            return {"bytes": images[0].num_bytes, "free": free, "draft": draft.name}
 
-        told = self._agree(lay_out, what, None)
-        draft = request.folder / f"{folders.WRITING}{request.target.name}-{told[0]['token']}"
-        total = sum(said["bytes"] for said in told)
-        self._agree(lambda: self._open(request.folder, draft, total) if self._world.rank == 0 else None, what, None)
+        name = f"{folders.WRITING}{request.target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+        told = self._agree(lambda: begin(request.folder / name), what, request.folder / name)
+        draft = request.folder / told[0]["draft"]
+        try:
+            folders.check_room(request.folder, sum(said["bytes"] for said in told), told[0]["free"])
+        except CheckpointError as error:  # on every rank: all were told the same
+            if self._world.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(f"{what}: {error}") from error
         return replace(request, state=states[0]), images[0], draft
 
-    def _open(self, folder: Path, draft: Path, num_bytes: int) -> None:
+    def _open(self, folder: Path, draft: Path) -> int:
+        """Make the draft, in a folder that is ours; returns how many bytes are free there."""
         folder.mkdir(parents=True, exist_ok=True)
         lock = self._locks.get(folder)
         if lock is None:
@@ -160,7 +168,9 @@ class Saver:
                 folders.tidy(folder)
             self._locks[folder] = lock
         lock.check()
-        folders.make_draft(folder, draft, num_bytes)
+        free = shutil.disk_usage(folder).free
+        draft.mkdir()
+        return free
 
     def _agree(self, work: Callable[[], Result], what: str, draft: Path | None) -> list[Result]:
         """Do `work` on every rank and learn how all of them fared; if one failed, all raise, and `draft` goes."""

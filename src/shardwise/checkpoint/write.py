@@ -62,6 +62,7 @@ class Snapshot:
         self._stage = stage
         self._late = [number for number, part in enumerate(image.parts) if part.kind.startswith("state.")]
         self._counts = [_changes_of(image.sources[number]) for number in self._late]
+        self._may_go_on = threading.Event()
         self._is_whole = threading.Event()
         self._stream_device = next((source.device for source in image.sources if source.is_cuda), None)
         self._taken: torch.cuda.Event | None = None
@@ -78,9 +79,14 @@ class Snapshot:
             self._taken = stream.record_event()
             stream.synchronize()
 
+    def go_on(self) -> None:
+        """Let `copy_states` begin: a thread that copies takes the interpreter from the one that starts it."""
+        self._may_go_on.set()
+
     def copy_states(self) -> None:
         """Copy the rest, and let go of the model's memory. For the thread that goes on to write."""
         try:
+            self._may_go_on.wait()
             self._copy_states()
         finally:
             self._image = None
