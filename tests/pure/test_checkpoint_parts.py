@@ -166,7 +166,9 @@ def content() -> Content:
     ]
     entries.append(Entry("param", "shared", Span(10, 30), torch.arange(10.0, 30.0), Span(15, 20)))
     entries.append(Entry("param", "copy", Span(0, 9), torch.zeros(9), Span(0, 0)))
-    entries.append(Entry("state.step", "large", Span(0, 1), torch.tensor(3.0), Span(0, 1), is_whole=True))
+    entries.append(
+        Entry("state.step", "large", Span(0, 1), torch.tensor(3.0), Span(0, 1), is_whole=True, is_hidden=True)
+    )
     return Content(entries=entries)
 
 
@@ -177,7 +179,7 @@ def test_an_image_is_what_safetensors_reads(tmp_path: Path) -> None:
     snapshot = Snapshot(image, stage)
     snapshot.take()
     snapshot.go_on()
-    snapshot.copy_states()
+    snapshot.copy_rest()
     windows = [bytes(window) for window in live(image, torch.empty(2 * WINDOW, dtype=torch.uint8))]
     assert b"".join(windows) == stage.numpy().tobytes()
     assert len(stage) % PAGE == 0

@@ -27,6 +27,9 @@ class Entry:
     `kind` is `param`, `buffer` or `state.KEY`. This rank writes the elements `written` of them: ranks that hold copies
     share the writing, and together write each element once. With `is_whole` the elements are the tensor's own, not the
     parameter's (a state that is a scalar): every rank has all of them, and one writes them.
+
+    `is_hidden` says that the model has no view of this memory: nothing but an optimizer's step, or the engine when it
+    is told to, changes it.
     """
 
     kind: str
@@ -35,6 +38,7 @@ class Entry:
     tensor: Tensor
     written: Span
     is_whole: bool = False
+    is_hidden: bool = False
 
     @property
     def key(self) -> str:
@@ -67,16 +71,23 @@ def content_of(
 
     Buffers are rank 0's, which after each step all ranks share; with `own_buffers` every rank has its own.
     """
-    content = Content(ties=_ties(model))
+    every = list(model.named_parameters(remove_duplicate=False))
+    first: dict[Tensor, str] = {}
+    for name, param in every:
+        first.setdefault(param, name)
+    content = Content(ties={name: first[param] for name, param in every if first[param] != name})
+    in_sight = {param.untyped_storage().data_ptr() for param in first}
     written: dict[str, Span] = {}
     for flat in flats:
         kept, mine = _kept(flat.spec, flat.coordinate), _given(flat.spec, flat.coordinate)
         for index, slot in enumerate(flat.slots):
             content.shapes[slot.name] = slot.shape
             span, written[slot.name] = (slot.span.overlap(part).within(slot.span) for part in (kept, mine))
-            content.entries.append(Entry("param", slot.name, span, flat.param_piece(index), written[slot.name]))
+            tensor = flat.param_piece(index)
+            is_hidden = tensor.untyped_storage().data_ptr() not in in_sight
+            content.entries.append(Entry("param", slot.name, span, tensor, written[slot.name], is_hidden=is_hidden))
     known = {param for flat in flats for param in flat.params}
-    loose = [(name, param.detach()) for name, param in model.named_parameters() if param not in known]
+    loose = [(name, param.detach()) for param, name in first.items() if param not in known]
     kind = f"buffer.{rank}" if own_buffers and rank else "buffer"
     for name, tensor in (*loose, *_persistent_buffers(model)):
         content.shapes[name] = tuple(tensor.shape)
@@ -86,13 +97,6 @@ def content_of(
         _add_states(content, optimizer, written)
         content.groups = _groups(optimizer)
     return content
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Further names of a parameter, and the first one, under which it is kept."""
-    first = {param: name for name, param in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[param] for name, param in every if first[param] != name}
 
 
 def kept_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:
@@ -146,12 +150,11 @@ def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mappi
                 if is_first:
                     content.numbers.setdefault(piece.name, {})[key] = encode(value, f"state {key} of {piece.name}")
             elif value.shape == piece.tensor.shape:
-                content.entries.append(Entry(kind, piece.name, piece.span, value, written))
+                content.entries.append(Entry(kind, piece.name, piece.span, value, written, is_hidden=True))
             else:
                 whole = Span(0, value.numel())
-                content.entries.append(
-                    Entry(kind, piece.name, whole, value, whole if is_first else NOTHING, is_whole=True)
-                )
+                mine = whole if is_first else NOTHING
+                content.entries.append(Entry(kind, piece.name, whole, value, mine, is_whole=True, is_hidden=True))
 
 
 def _groups(optimizer: AdoptedOptimizer) -> list[dict[str, Any]]:
@@ -176,7 +179,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    saved = model.state_dict(keep_vars=True).keys()
-    for name, buffer in model.named_buffers():
+    buffers = dict(model.named_buffers())
+    saved = model.state_dict(keep_vars=True).keys() if buffers else ()
+    for name, buffer in buffers.items():
         if name in saved:
             yield name, buffer

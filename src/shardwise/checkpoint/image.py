@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -57,6 +58,8 @@ class Part:
     offset: int
     shape: tuple[int, ...] | None = None
     """Of a tensor that is whole, and not elements of a parameter."""
+    is_hidden: bool = False
+    """Of memory that the model has no view of; see `Entry`."""
 
     @property
     def key(self) -> str:
@@ -139,33 +142,44 @@ def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Ima
 
     Raises `CheckpointError` for a dtype that the format has no word for.
     """
-    sources = [(entry.kind, entry.name, *_source(entry)) for entry in content.entries if entry.written.numel]
+    sources = [_source(entry) for entry in content.entries if entry.written.numel]
     for key, text in documents.items():
         kind, _, label = key.partition("/")
-        sources.append((kind, label, NO_SPAN, bytes_tensor(text), (len(text),)))
-    sources.sort(key=lambda source: -source[3].element_size())  # so that each starts on a multiple of its element
+        sources.append(_Source(kind, label, NO_SPAN, bytes_tensor(text), (len(text),), is_hidden=False))
+    sources.sort(key=lambda source: -source.tensor.element_size())  # so that each starts on a multiple of its element
     head = _head(sources)
     parts, offset = [], len(head)
-    for kind, label, span, tensor, shape in sources:
-        parts.append(Part(kind, label, span, tensor.dtype, tensor.nbytes, offset, shape))
+    for kind, label, span, tensor, shape, is_hidden in sources:
+        parts.append(Part(kind, label, span, tensor.dtype, tensor.nbytes, offset, shape, is_hidden))
         offset += tensor.nbytes
-    return Image(name, head, tuple(parts), tuple(tensor for _, _, _, tensor, _ in sources))
+    return Image(name, head, tuple(parts), tuple(source.tensor for source in sources))
 
 
 NO_SPAN = Span(0, 0)
-_Source = tuple[str, str, Span, torch.Tensor, tuple[int, ...] | None]
 
 
-def _source(entry: Entry) -> tuple[Span, torch.Tensor, tuple[int, ...] | None]:
-    """What of an entry this rank writes, flat."""
+class _Source(NamedTuple):
+    kind: str
+    name: str
+    span: Span
+    tensor: torch.Tensor
+    """Flat."""
+    shape: tuple[int, ...] | None
+    is_hidden: bool
+
+
+def _source(entry: Entry) -> _Source:
+    """What of an entry this rank writes."""
     tensor = entry.tensor.detach()
     if tensor.dtype not in SAFETENSORS_DTYPES:
         raise CheckpointError(f"{entry.key} is {dtype_name(tensor.dtype)}, which safetensors has no word for.")
-    flat = tensor.contiguous().reshape(-1)
+    flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.contiguous().reshape(-1)
     if entry.is_whole:
-        return NO_SPAN, flat, tuple(tensor.shape)
-    mine = entry.written.within(entry.span)
-    return entry.written, flat[mine.start : mine.stop], None
+        return _Source(entry.kind, entry.name, NO_SPAN, flat, tuple(tensor.shape), entry.is_hidden)
+    if entry.written != entry.span:
+        mine = entry.written.within(entry.span)
+        flat = flat[mine.start : mine.stop]
+    return _Source(entry.kind, entry.name, entry.written, flat, None, entry.is_hidden)
 
 
 def _bytes_of(source: torch.Tensor) -> torch.Tensor:
@@ -176,7 +190,7 @@ def _head(sources: list[_Source]) -> bytes:
     """The length and the JSON, filled with spaces to a multiple of 64 bytes, as the format allows."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for kind, label, _, tensor, _ in sources:
+    for kind, label, _, tensor, _, _ in sources:
         entries[f"{kind}/{label}"] = {
             "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": [tensor.numel()],

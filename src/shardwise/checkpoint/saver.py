@@ -78,8 +78,8 @@ class Saver:
         """Write `request.target`, then point `latest` at it. All ranks call.
 
         A reader, or a `kill -9`, never sees half a checkpoint. If one rank fails, all raise `CheckpointError`, and
-        what was there before is still there. Without `wait` it returns once all but the optimizer's states is copied to
-        host memory ([Note: late copies]), and what goes wrong after that is raised by the next call of `save` or
+        what was there before is still there. Without `wait` it returns once what the model shows is copied to host
+        memory ([Note: late copies]), and what goes wrong after that is raised by the next call of `save` or
         `settle`, or by `close`.
         """
         self.settle()
@@ -92,20 +92,20 @@ class Saver:
         stage = self._stage.sized(image.padded_bytes)
         snapshot = Snapshot(image, stage)
         snapshot.take()
-        feed = Feed(image.without_sources, staged(stage), first=snapshot.copy_states)
+        feed = Feed(image.without_sources, staged(stage), first=snapshot.copy_rest)
         shell = Content(shapes=content.shapes, groups=content.groups, numbers=content.numbers)
         self._under_way = _UnderWay(what, lambda: self._write_behind(request, shell, draft, feed))
-        self._under_way.start()
         feed.start()
+        self._under_way.start()
         self._snapshot = snapshot
         snapshot.go_on()
         return request.target
 
-    def wait_for_states(self) -> None:
-        """Return once the optimizer's states may change; they are copied beside the training. For one rank alone."""
+    def wait_for_copy(self) -> None:
+        """Return once all of this rank's memory may change; see [Note: late copies]. For one rank alone."""
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
-            snapshot.wait_for_states()
+            snapshot.wait()
 
     def settle(self) -> None:
         """Wait for what is written in the background; raise on all ranks what went wrong with it. All ranks call."""

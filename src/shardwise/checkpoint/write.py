@@ -49,18 +49,18 @@ def pages(num_bytes: int) -> torch.Tensor:
 class Snapshot:
     """An image's bytes as they were when it was taken, in host memory; see [Note: late copies].
 
-    [Note: late copies] A training step changes an optimizer's states at its very end, and nothing else does. So `take`
-    copies parameters and buffers at once, and states are copied by the thread that goes on to write them, beside the
-    next forward and backward; `wait_for_states` is for whoever is about to step. (So does DataStates-LLM,
-    arXiv:2406.10707, with everything. Parameters are not left for later here because loops do change them by hand
-    between steps: clamping, averages, ties.) A state that was changed by hand meanwhile is noticed by torch's own
-    counter of changes, and the checkpoint fails with a letter instead of holding half of the change.
+    [Note: late copies] What the model shows to its user may change at any time, so `take` copies it at once. Shards,
+    master weights and optimizer states are changed by the optimizer's step, and by the engine when it is told to; so
+    they are copied by the thread that goes on to write them, beside the next forward and backward, and `wait` is for
+    whoever is about to change them. (So does DataStates-LLM, arXiv:2406.10707, with everything.) Somebody who changes
+    them by hand meanwhile, through the optimizer's groups, is noticed by torch's own counter of changes in place, and
+    the checkpoint fails with a letter instead of holding half of the change.
     """
 
     def __init__(self, image: Image, stage: torch.Tensor) -> None:
         self._image: Image | None = image
         self._stage = stage
-        self._late = [number for number, part in enumerate(image.parts) if part.kind.startswith("state.")]
+        self._late = [number for number, part in enumerate(image.parts) if part.is_hidden]
         self._counts = [_changes_of(image.sources[number]) for number in self._late]
         self._may_go_on = threading.Event()
         self._is_whole = threading.Event()
@@ -80,29 +80,29 @@ class Snapshot:
             stream.synchronize()
 
     def go_on(self) -> None:
-        """Let `copy_states` begin: a thread that copies takes the interpreter from the one that starts it."""
+        """Let `copy_rest` begin: a thread that copies takes the interpreter from the one that starts it."""
         self._may_go_on.set()
 
-    def copy_states(self) -> None:
+    def copy_rest(self) -> None:
         """Copy the rest, and let go of the model's memory. For the thread that goes on to write."""
         try:
             self._may_go_on.wait()
-            self._copy_states()
+            self._copy_rest()
         finally:
             self._image = None
             self._is_whole.set()
 
-    def wait_for_states(self) -> None:
-        """Return once the states may change again."""
+    def wait(self) -> None:
+        """Return once everything may change again."""
         self._is_whole.wait()
 
-    def _copy_states(self) -> None:
+    def _copy_rest(self) -> None:
         image = self._image
         assert image is not None
         if self._stream_device is None:
             image.copy_to(self._stage, self._late)
         else:
-            stream = torch.cuda.Stream(self._stream_device)
+            stream = torch.cuda.Stream(self._stream_device)  # type: ignore[no-untyped-call]  # torch's own
             assert self._taken is not None
             stream.wait_event(self._taken)
             with torch.cuda.stream(stream):
@@ -111,9 +111,9 @@ class Snapshot:
         for number, count in zip(self._late, self._counts, strict=True):
             if _changes_of(image.sources[number]) != count:
                 raise CheckpointError(
-                    f"{image.parts[number].key} was changed while it was being copied. After save(wait=False) an "
-                    f"optimizer's states are its own until the next step; change them before the save, or after "
-                    f"wait_for_save()."
+                    f"{image.parts[number].key} was changed by hand while it was being copied. What only the "
+                    f"optimizer holds is to be left alone between save(wait=False) and the next step; change it before "
+                    f"the save, after wait_for_save(), or through engine.set()."
                 )
 
 

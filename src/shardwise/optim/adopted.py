@@ -67,6 +67,11 @@ class AdoptedOptimizer:
         for piece in self.pieces:
             piece.tensor.grad = None
 
+    @property
+    def takes_states_as_they_are(self) -> bool:
+        """Whether `put_state` keeps the tensors it is given; a cooperative optimizer may give them another form."""
+        return not isinstance(self.optimizer, Cooperative)
+
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """The state of one piece as the plain optimizer has it: tensors like the piece, and numbers."""
         return _dense(self.optimizer, piece.tensor) if self.optimizer.state.get(piece.tensor) else {}
