@@ -1,9 +1,9 @@
 """One rank of `checkpoint`: ours, torch's and DeepSpeed's, `dd` beside them, in turns on the same disk.
 
 What is compared: a GPT-shaped model in fp32 with Adam's two moments, spread over the ranks by ZeRO-3; DeepSpeed's
-ZeRO-2 too. Every writer's bytes are on the disk when its clock stops, but for DeepSpeed, which does not flush: its flush
-is a figure of its own. Before anything is loaded, its files are put out of the page cache, because a job that starts
-again finds them on the disk.
+ZeRO-2 too. Every writer's bytes are on the disk when its clock stops, but for DeepSpeed's, which does not flush: its
+flush is a figure of its own. Before anything is loaded, its files are put out of the page cache, because a job that
+starts again finds them on the disk.
 """
 
 from __future__ import annotations

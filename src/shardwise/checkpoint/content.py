@@ -39,6 +39,8 @@ class Entry:
     written: Span
     is_whole: bool = False
     is_hidden: bool = False
+    is_narrow: bool = False
+    """A state in fewer bits than an optimizer that knows nothing of it would have: the parameter's own."""
 
     @property
     def key(self) -> str:
@@ -139,9 +141,10 @@ def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mappi
     """The optimizer's states of this rank's pieces. Of what is not of the piece's size the first element's rank
     writes what it has; all have the same."""
     for piece in optimizer.pieces:
-        state = optimizer.state_of(piece)
+        state = optimizer.kept_state_of(piece)
         if not state:
             continue
+        narrow = optimizer.narrow_keys_of(piece)
         written = written_of[piece.name]
         is_first = written.start == 0 and written.numel > 0
         for key, value in state.items():
@@ -150,7 +153,9 @@ def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mappi
                 if is_first:
                     content.numbers.setdefault(piece.name, {})[key] = encode(value, f"state {key} of {piece.name}")
             elif value.shape == piece.tensor.shape:
-                content.entries.append(Entry(kind, piece.name, piece.span, value, written, is_hidden=True))
+                content.entries.append(
+                    Entry(kind, piece.name, piece.span, value, written, is_hidden=True, is_narrow=key in narrow)
+                )
             else:
                 whole = Span(0, value.numel())
                 mine = whole if is_first else NOTHING

@@ -60,6 +60,7 @@ class Part:
     """Of a tensor that is whole, and not elements of a parameter."""
     is_hidden: bool = False
     """Of memory that the model has no view of; see `Entry`."""
+    is_narrow: bool = False
 
     @property
     def key(self) -> str:
@@ -113,6 +114,7 @@ class Image:
                 block_bytes=block_bytes_of(part.num_bytes),
                 crc32=crc32,
                 shape=None if part.shape is None else list(part.shape),
+                is_narrow=part.is_narrow,
             )
             for part, crc32 in zip(self.parts, sums, strict=True)
         ]
@@ -145,12 +147,12 @@ def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Ima
     sources = [_source(entry) for entry in content.entries if entry.written.numel]
     for key, text in documents.items():
         kind, _, label = key.partition("/")
-        sources.append(_Source(kind, label, NO_SPAN, bytes_tensor(text), (len(text),), is_hidden=False))
+        sources.append(_Source(kind, label, NO_SPAN, bytes_tensor(text), (len(text),)))
     sources.sort(key=lambda source: -source.tensor.element_size())  # so that each starts on a multiple of its element
     head = _head(sources)
     parts, offset = [], len(head)
-    for kind, label, span, tensor, shape, is_hidden in sources:
-        parts.append(Part(kind, label, span, tensor.dtype, tensor.nbytes, offset, shape, is_hidden))
+    for kind, label, span, tensor, shape, is_hidden, is_narrow in sources:
+        parts.append(Part(kind, label, span, tensor.dtype, tensor.nbytes, offset, shape, is_hidden, is_narrow))
         offset += tensor.nbytes
     return Image(name, head, tuple(parts), tuple(source.tensor for source in sources))
 
@@ -165,7 +167,8 @@ class _Source(NamedTuple):
     tensor: torch.Tensor
     """Flat."""
     shape: tuple[int, ...] | None
-    is_hidden: bool
+    is_hidden: bool = False
+    is_narrow: bool = False
 
 
 def _source(entry: Entry) -> _Source:
@@ -175,11 +178,11 @@ def _source(entry: Entry) -> _Source:
         raise CheckpointError(f"{entry.key} is {dtype_name(tensor.dtype)}, which safetensors has no word for.")
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.contiguous().reshape(-1)
     if entry.is_whole:
-        return _Source(entry.kind, entry.name, NO_SPAN, flat, tuple(tensor.shape), entry.is_hidden)
+        return _Source(entry.kind, entry.name, NO_SPAN, flat, tuple(tensor.shape), entry.is_hidden, entry.is_narrow)
     if entry.written != entry.span:
         mine = entry.written.within(entry.span)
         flat = flat[mine.start : mine.stop]
-    return _Source(entry.kind, entry.name, entry.written, flat, None, entry.is_hidden)
+    return _Source(entry.kind, entry.name, entry.written, flat, None, entry.is_hidden, entry.is_narrow)
 
 
 def _bytes_of(source: torch.Tensor) -> torch.Tensor:
@@ -190,7 +193,7 @@ def _head(sources: list[_Source]) -> bytes:
     """The length and the JSON, filled with spaces to a multiple of 64 bytes, as the format allows."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for kind, label, _, tensor, _, _ in sources:
+    for kind, label, _, tensor, *_ in sources:
         entries[f"{kind}/{label}"] = {
             "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": [tensor.numel()],

@@ -20,7 +20,7 @@ from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.read import Read, Reader
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, nearest
-from shardwise.optim import AdoptedOptimizer, Piece
+from shardwise.optim import AdoptedOptimizer, Cooperative, Piece
 
 
 class Stateful(Protocol):
@@ -223,7 +223,7 @@ def _check_bytes(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | 
                 for read in reads:
                     reader.check(read)
             else:
-                states.fresh[key] = _read_state(reader, states.piece, key, reads)
+                states.fresh[key] = _read_state(reader, optimizer, states.piece, key, reads)
         for key, read in states.wholes.items():
             states.fresh[key] = reader.tensor(read)
 
@@ -283,7 +283,7 @@ def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -
         had = optimizer.state_of(piece) if optimizer.takes_states_as_they_are else {}
         for key, reads in states.reads.items():
             ready = states.fresh.pop(key, None)
-            given[key] = _read_state(reader, piece, key, reads, had.get(key)) if ready is None else ready
+            given[key] = _read_state(reader, optimizer, piece, key, reads, had.get(key)) if ready is None else ready
         for key in states.wholes:
             on_host = key == "step" and not group.get("capturable") and not group.get("fused")  # where torch wants it
             given[key] = states.fresh.pop(key).to("cpu" if on_host else piece.tensor.device)
@@ -292,9 +292,11 @@ def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -
         optimizer.put_state(piece, given)
 
 
-def _read_state(reader: Reader, piece: Piece, key: str, reads: list[Read], had: object = None) -> torch.Tensor:
+def _read_state(
+    reader: Reader, optimizer: AdoptedOptimizer, piece: Piece, key: str, reads: list[Read], had: object = None
+) -> torch.Tensor:
     """A state of the piece's shape, in the memory of the one it `had` if that fits."""
-    dtype = _state_dtype(reader, piece, f"state.{key}")
+    dtype = _state_dtype(reader, optimizer, piece, key)
     if isinstance(had, torch.Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype):
         out = had
     else:
@@ -304,19 +306,24 @@ def _read_state(reader: Reader, piece: Piece, key: str, reads: list[Read], had: 
     return out
 
 
-def _state_dtype(reader: Reader, piece: Piece, kind: str) -> torch.dtype:
-    """A state that had its parameter's dtype follows it to another one, as in torch; others keep theirs."""
-    state, param = reader.first_chunk(kind, piece.name), reader.first_chunk("param", piece.name)
+def _state_dtype(reader: Reader, optimizer: AdoptedOptimizer, piece: Piece, key: str) -> torch.dtype:
+    """A state that had its parameter's dtype follows it to another one, as in torch; others keep theirs. A narrow one
+    stays so if this optimizer, too, keeps it narrow."""
+    state, param = reader.first_chunk(f"state.{key}", piece.name), reader.first_chunk("param", piece.name)
     assert state is not None
+    if state.is_narrow and key not in optimizer.narrow_keys_of(piece):
+        return piece.tensor.dtype
     if param is None or state.dtype == param.dtype or state.dtype == dtype_name(piece.tensor.dtype):
         return piece.tensor.dtype
     return dtype_of(state.dtype)
 
 
 def _fill_groups(index: Index, optimizer: AdoptedOptimizer) -> None:
-    for group, saved in zip(optimizer.optimizer.param_groups, index.groups, strict=True):
+    plain = optimizer.optimizer
+    own = plain.own_settings if isinstance(plain, Cooperative) else frozenset()
+    for group, saved in zip(plain.param_groups, index.groups, strict=True):
         for key, value in saved.items():
-            if key == "params":
+            if key == "params" or key in own:
                 continue
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(decode(value))
