@@ -112,6 +112,7 @@ def ours(clock: Clock, engine: sw.Engine, optimizer: torch.optim.Optimizer, path
     clock.time("sync", lambda: engine.save(path / "sync"))
     num_bytes = size_of(path / "sync")
     clock.time("dd", lambda: dd(path / "dd", num_bytes) if engine.world.rank == 0 else None)
+    step_of(engine, engine)  # a save follows one
     clock.time("stall", lambda: engine.save(path / "async", wait=False))
     steps = [step_of(engine, engine) for _ in range(STEPS_BESIDE)]
     clock.time("rest of the background save", engine.wait_for_save)
@@ -142,6 +143,7 @@ def dcp(clock: Clock, engine: sw.Engine, optimizer: torch.optim.Optimizer, path:
         return dcp.FileSystemWriter(path / name, sync_files=True)
 
     clock.time("dcp sync", lambda: dcp.save(state, storage_writer=writer("sync")))
+    step_of(engine, engine)
     under_way: list[Any] = []
     clock.time(
         "dcp stall",
