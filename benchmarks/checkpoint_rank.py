@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.util
 import logging
 import os
@@ -92,7 +93,7 @@ def measure(clock: Clock, folder: Path, mib: int, turns: int) -> dict[str, int]:
             path = folder / f"turn-{turn}"
             num_bytes["shardwise"] = ours(clock, engine, optimizer, path)
             if world.size > 1:
-                num_bytes["dcp"] = dcp(clock, engine, optimizer, path / "dcp", group)
+                num_bytes["dcp"] = torchs(clock, engine, optimizer, path / "dcp", group)
             for name, peer in peers.items():
                 num_bytes[name] = theirs(clock, name, peer, path / name)
             world.barrier()
@@ -133,10 +134,9 @@ def dd(path: Path, num_bytes: int) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-def dcp(clock: Clock, engine: sw.Engine, optimizer: torch.optim.Optimizer, path: Path, group: Any) -> int:
+def torchs(clock: Clock, engine: sw.Engine, optimizer: torch.optim.Optimizer, path: Path, group: Any) -> int:
     """https://docs.pytorch.org/docs/stable/distributed.checkpoint.html; `sync_files` is its default."""
-    import torch.distributed.checkpoint as dcp
-
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")  # which does not say what it exports
     state = dcp_state(engine, optimizer)
 
     def writer(name: str) -> Any:
