@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import collectives, compiled, growth, host
+from benchmarks import checkpoint, collectives, compiled, growth, host
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
 from benchmarks.names import ENGINE_NAMES
@@ -20,7 +20,7 @@ from benchmarks.show import show_loss_verdict, show_race
 from benchmarks.sizes import DTYPES, SIZES
 from shardwise.errors import ShardwiseError
 
-PROGRAMS = ("peers", "collectives", "host", "growth", "compile")
+PROGRAMS = ("peers", "collectives", "checkpoint", "host", "growth", "compile")
 RESULTS = ROOT / "runs" / "bench"
 
 
@@ -71,6 +71,7 @@ def _settings(args: argparse.Namespace) -> Settings:
 _PROGRAMS = {
     "peers": _peers,
     "collectives": collectives.main,
+    "checkpoint": checkpoint.main,
     "host": host.main,
     "growth": growth.main,
     "compile": compiled.main,
@@ -84,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     option("--quick", action="store_true", help="a minute or two: whether all runs, not how fast")
     option("--out", type=Path, default=RESULTS, metavar="DIR", help="where results go (default: runs/bench)")
     option("--note", default="", metavar="TEXT", help="kept with the result")
+    saves = parser.add_argument_group("checkpoint")
+    saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")
     peers = parser.add_argument_group("peers")
     option = peers.add_argument
     option("--sizes", type=_some_of(SIZES), metavar="A,B", help=f"of {', '.join(SIZES)}")

@@ -1,216 +1,57 @@
-"""What a checkpoint costs: the stall of a background save, bytes per second beside `dd`, and torch's own beside ours.
-
-    shardwise launch --nproc 2 benchmarks/checkpoint.py --out checkpoint.json
-
-Trains a GPT-shaped model of `--mib` MiB of state (parameters and Adam's moments) with ZeRO-3 for a few steps, saves it
-in turns with everything it is compared with, and prints the medians. All figures are of one run on one disk.
-"""
+"""What a checkpoint costs: the stall of a background save, bytes per second beside `dd`, and the peers' beside ours."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
-import logging
-import shutil
 import statistics
-import subprocess
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from rich.console import Console
 
-import shardwise as sw
+from benchmarks.fresh import run_ranks
+from benchmarks.machine import header
+from benchmarks.neighbours import Neighbours
+from benchmarks.results_file import write_result
+from benchmarks.show import show_figures
+from shardwise.units import format_bytes
 
-MIB = 2**20
-WIDTH = 512
-STATES = 3  # a parameter in fp32 and Adam's two moments
-STEPS_BESIDE = 8  # training steps while a background save writes, and after it
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v))
-        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(x)))
-        return out
+NUM_RANKS = 2
 
 
-def main() -> None:
-    args = parse_arguments()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    with sw.World.join() as world:
-        block_bytes = STATES * 4 * sum(param.numel() for param in Block().parameters())
-        model = nn.Sequential(*(Block() for _ in range(max(1, args.mib * MIB // block_bytes))))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        with (
-            shared_folder(world, args.folder) as folder,
-            sw.shard(model, "zero3", optimizer=optimizer, world=world) as engine,
-        ):
-            for _ in range(3):
-                step(engine)
-            figures = measure(engine, optimizer, folder, args)
-        if world.rank == 0:
-            print(report(figures))
-            if args.out:
-                Path(args.out).write_text(json.dumps(figures, indent=1) + "\n")
+def main(args: argparse.Namespace, console: Console) -> int:
+    """The first turn warms up, and only its stall is kept: it is the one that takes memory for the copy."""
+    mib, turns = (16, 3) if args.quick else (256, 8)
+    result: dict[str, Any] = header(args.note) | {"benchmark": "checkpoint", "ranks": NUM_RANKS, "turns": turns - 1}
+    options = [f"--mib={mib}", f"--turns={turns}", f"--folder={args.folder}"]
+    neighbours = Neighbours()
+    figures = run_ranks("benchmarks.checkpoint_rank", options, num_ranks=NUM_RANKS, timeout_seconds=500)[0]
+    result["others_cores"] = neighbours.cores()
+    result |= {"bytes": figures["bytes"], "all_seconds": figures["seconds"]}
+    medians = {name: statistics.median(values[1:]) for name, values in figures["seconds"].items()}
+    result["seconds"] = medians | {"first stall": figures["seconds"]["stall"][0]}
+    result["ratios"] = ratios_of(medians)
+    file = write_result(args.out / "checkpoint.json", result)
+    _show(result, console)
+    console.print(f"\n{file}", markup=False)
+    return 0
 
 
-def step(engine: sw.Engine) -> float:
-    started = time.perf_counter()
-    engine.backward(engine(torch.ones(1, 8, WIDTH)).square().mean())
-    engine.step()
-    return time.perf_counter() - started
+def ratios_of(seconds: dict[str, float]) -> dict[str, float]:
+    """Of medians: what the goals are about, then a peer's time over ours for the same thing."""
+    ratios = {"stall / sync": seconds["stall"] / seconds["sync"], "rate of sync / dd": seconds["dd"] / seconds["sync"]}
+    for name, value in seconds.items():
+        peer, _, what = name.rpartition(" ")
+        if what in ("sync", "stall", "load") and peer:
+            flush = seconds.get(f"{peer} flush", 0.0) if what == "sync" else 0.0
+            ratios[f"{name} / ours"] = (value + flush) / seconds[what]
+    return ratios
 
 
-Seconds = dict[str, list[float]]
-
-
-def measure(
-    engine: sw.Engine, optimizer: torch.optim.Optimizer, folder: Path, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Everything in turns, so that a disk that is slow for a while is slow for all; the first turn warms up."""
-    seconds: Seconds = {}
-    for turn in range(args.turns + 1):
-        path = folder / f"turn-{turn}"
-        num_bytes = one_turn(engine, optimizer, path, seconds, with_dcp=args.dcp)
-        engine.world.barrier()
-        if engine.world.rank == 0:
-            shutil.rmtree(path)
-        engine.world.barrier()
-    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
-    medians["first stall"] = seconds["stall"][0]
-    return {
-        "ranks": engine.world.size,
-        "state_bytes": num_bytes["shardwise"],
-        "dcp_bytes": num_bytes.get("dcp"),
-        "seconds": medians,
-        "stall_of_sync": medians["stall"] / medians["sync"],
-        "bytes_per_second": {name: num_bytes["shardwise"] / medians[name] for name in ("sync", "dd", "resume")},
-        "sync_of_dd": medians["dd"] / medians["sync"],
-        "all_seconds": seconds,
-    }
-
-
-def one_turn(
-    engine: sw.Engine, optimizer: torch.optim.Optimizer, path: Path, seconds: Seconds, *, with_dcp: bool
-) -> dict[str, int]:
-    """Each thing once; returns what is on disk of it."""
-
-    def timed(name: str, work: Callable[[], object]) -> None:
-        engine.world.barrier()
-        started = time.perf_counter()
-        work()
-        engine.world.barrier()
-        seconds.setdefault(name, []).append(time.perf_counter() - started)
-
-    timed("sync", lambda: engine.save(path / "sync"))
-    num_bytes = {"shardwise": size_of(path / "sync")}
-    timed("dd", lambda: dd(path / "dd", num_bytes["shardwise"]) if engine.world.rank == 0 else None)
-    timed("stall", lambda: engine.save(path / "async", wait=False))
-    during = [step(engine) for _ in range(STEPS_BESIDE)]
-    timed("rest of the background save", engine.wait_for_save)
-    quiet = [step(engine) for _ in range(STEPS_BESIDE)]
-    seconds.setdefault("step during", []).append(statistics.median(during))
-    seconds.setdefault("step quiet", []).append(statistics.median(quiet))
-    timed("resume", lambda: engine.resume(path / "sync"))
-    if with_dcp:
-        timed("dcp save", lambda: dcp_save(engine, optimizer, path / "dcp"))
-        timed("dcp load", lambda: dcp_load(engine, optimizer, path / "dcp"))
-        num_bytes["dcp"] = size_of(path / "dcp")
-    return num_bytes
-
-
-def dd(path: Path, num_bytes: int) -> None:
-    """The same number of bytes as fast as the disk takes them from one writer."""
-    blocks = str(-(-num_bytes // (16 * MIB)))
-    command = ["dd", "if=/dev/zero", f"of={path}", "bs=16M", f"count={blocks}", "oflag=direct", "conv=fsync"]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def dcp_state(engine: sw.Engine, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """This rank's pieces under names of its own: what torch's planner has least to do with."""
-    state = {}
-    pieces = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, piece in enumerate(pieces):
-        state[f"{engine.world.rank}/{number}"] = piece.detach()
-        for key, value in optimizer.state.get(piece, {}).items():
-            state[f"{engine.world.rank}/{number}/{key}"] = value
-    return state
-
-
-def dcp_save(engine: sw.Engine, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        writer = dcp.FileSystemWriter(path, sync_files=True)
-        dcp.save(dcp_state(engine, optimizer), storage_writer=writer, no_dist=engine.world.size == 1)
-
-
-def dcp_load(engine: sw.Engine, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(dcp_state(engine, optimizer), checkpoint_id=path, no_dist=engine.world.size == 1)
-
-
-@contextmanager
-def shared_folder(world: sw.World, where: str) -> Iterator[Path]:
-    """A temporary folder that all ranks share; rank 0 makes it and removes it."""
-    made = tempfile.mkdtemp(prefix="shardwise-", dir=where) if world.rank == 0 else ""
-    path = Path(world.exchange(made.encode())[0].decode())
-    yield path
-    world.barrier()
-    if world.rank == 0:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def report(figures: dict[str, Any]) -> str:
-    seconds, rates = figures["seconds"], figures["bytes_per_second"]
-    rows = [(name, f"{value * 1000:10.1f} ms") for name, value in seconds.items()]
-    rows += [(f"{name}, rate", f"{value / 1e9:10.2f} GB/s") for name, value in rates.items()]
-    rows += [
-        ("stall / sync", f"{100 * figures['stall_of_sync']:10.1f} %"),
-        ("rate of sync / dd", f"{figures['sync_of_dd']:10.2f}"),
-        ("bytes", f"{figures['state_bytes']:10d}"),
-    ]
-    if figures["dcp_bytes"]:
-        rows.append(("bytes, dcp", f"{figures['dcp_bytes']:10d}"))
-    head = f"{figures['ranks']} ranks, {figures['state_bytes'] / MIB:.0f} MiB, medians"
-    return "\n".join([head, *(f"  {name:32} {value}" for name, value in rows)])
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=256, help="state over all ranks (default: 256)")
-    parser.add_argument("--turns", type=int, default=7, help="turns after the first (default: 7)")
-    parser.add_argument("--folder", default=".", help="where to write, and so which disk (default: here)")
-    parser.add_argument("--out", help="a JSON file for the figures")
-    parser.add_argument("--no-dcp", dest="dcp", action="store_false", help="leave torch.distributed.checkpoint out")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    main()
+def _show(result: dict[str, Any], console: Console) -> None:
+    times = [[name, f"{value * 1000:.1f}"] for name, value in result["seconds"].items()]
+    size = format_bytes(result["bytes"]["shardwise"])
+    others = f"; others used {result['others_cores']:.1f} cores" if result["others_cores"] else ""
+    show_figures(f"checkpoint, {result['ranks']} ranks, {size}: medians{others}", ["what", "ms"], times, console)
+    show_figures("bytes", ["whose", "bytes"], [[name, str(value)] for name, value in result["bytes"].items()], console)
+    ratios = [[name, f"{value:.3f}"] for name, value in result["ratios"].items()]
+    show_figures("ratios", ["what", "ratio"], ratios, console)

@@ -293,8 +293,9 @@ class Engine:
         """Write a checkpoint into `folder/step-XXXXXXXX` and make it the latest. All ranks call, between steps.
 
         `state` is the caller's own, rank 0's is kept: numbers, text, lists, dicts, tensors. `step` defaults to the
-        number of optimizer steps taken. With `wait=False` it returns when everything is copied to host memory, and
-        goes on in the background; a failure there is raised by the next call that saves, resumes or closes. `keep`
+        number of optimizer steps taken. With `wait=False` it returns when what the model shows is copied to host
+        memory, and goes on in the background; what only the optimizer holds is copied first there, and the next step
+        waits for that. A failure is raised by the next call that saves, resumes or closes. `keep`
         says which checkpoints of the folder stay, and `metrics` by what the best is known.
 
         Raises `CheckpointError` on all ranks if it could not be written; what was there before is still there.
@@ -435,6 +436,8 @@ class Engine:
         With `write` rank 0's edits are taken over by all ranks on leaving. All ranks enter and leave.
         """
         self._require_open()
+        if write:
+            self._saver.wait_for_copy()
         return self._access.gathered(names, write=write)
 
     def inference(self, keep_bytes: int | str | None = None) -> AbstractContextManager[None]:
@@ -465,6 +468,7 @@ class Engine:
         self._require_open()
         if what == "grad" and self._optimizer is not None:
             self._prepare()
+        self._saver.wait_for_copy()
         self._access.write(name, value, what)
 
     def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
@@ -478,6 +482,7 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over a plain model's `state_dict`, the same on every rank. All ranks call."""
         self._require_open()
+        self._saver.wait_for_copy()
         self._access.load_state_dict(state)
 
     def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
@@ -625,6 +630,7 @@ class Engine:
         self._runner.open_params()
         if self.plan.clip_grad_norm is not None:
             clip(self._flats, norm, self.plan.clip_grad_norm)
+        self._saver.wait_for_copy()
         self._require_optimizer().offer_gradients()
 
     def _during_step(self) -> None:

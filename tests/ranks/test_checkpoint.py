@@ -245,6 +245,31 @@ def test_damage_is_refused_by_name_and_changes_nothing(damage: str, tmp_path: Pa
     assert letters[0] == letters[1]
 
 
+@pytest.mark.parametrize("kind", ["param", "state.exp_avg_sq"])
+def test_damage_found_before_the_first_step_leaves_nothing_behind(kind: str, tmp_path: Path) -> None:
+    """A new engine has no states, so they are read straight into the memory they would have: it never gets them."""
+    path = saved(tmp_path)
+    index = read_index(path)
+    chunk = [chunk for chunk in index.chunks if chunk.kind == kind and chunk.file == "rank-00001.safetensors"][-1]
+    content = bytearray((path / chunk.file).read_bytes())
+    content[chunk.offset + chunk.num_bytes - 1] ^= 64
+    (path / chunk.file).write_bytes(content)
+
+    def work(engine: sw.Engine) -> Any:
+        before = everything(engine)
+        with pytest.raises(CheckpointError) as caught:
+            engine.resume(tmp_path)
+        after = everything(engine)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert not any(engine._require_optimizer().optimizer.state.values())
+        return str(caught.value)
+
+    letters = on_ranks(2, work, {"preset": "zero3"})
+    assert f"is damaged in {kind} {chunk.name}" in letters[0]
+    assert letters[0] == letters[1]
+
+
 def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
     path = saved(tmp_path)
 

@@ -24,6 +24,7 @@ from twins import (
 )
 
 import shardwise as sw
+from shardwise.checkpoint.index import read_index
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim import AdamW, Lamb, Lion, Muon, hidden_matrices
 from shardwise.program import DURING_STEP
@@ -243,6 +244,42 @@ def test_resume_is_bit_exact_and_another_mesh_can_read_it(name: str, model: Tran
                 assert near(read_states["state"][number][key], value, name), (number, key)
         for key, value in params.items():
             assert (read[key] - value).abs().max() <= PARAM_TOLERANCE.get(name, 1e-5), key
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_narrow_states_are_saved_narrow_and_read_by_any(model: Transformer, tmp_path: Path, wait: bool) -> None:
+    """bf16 states take two bytes each on disk; torch's AdamW then has the same values in fp32, ours also in 8 bits."""
+
+    def work(optimizer_of: Callable[[nn.Module], torch.optim.Optimizer], folder: Path, steps: int) -> dict[str, Any]:
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> dict[str, Any]:
+            replica = replicas[world.rank]
+            with sw.shard(replica, "zero3", optimizer=optimizer_of(replica), world=world) as engine:
+                resumed = engine.resume(tmp_path / "narrow")
+                assert (resumed is None) == (steps > 0)
+                for x, y in batches(steps):
+                    engine.backward(engine(x, y))
+                    engine.step()
+                engine.save(folder, wait=wait)
+                engine.wait_for_save()
+                state: dict[str, Any] = engine.optimizer_state_dict()["state"]
+                return state
+
+        return run_ranks(2, rank)[0]
+
+    narrow = work(OURS["adamw-bf16"], tmp_path / "narrow", 3)
+    chunks = read_index(tmp_path / "narrow" / "step-00000003").chunks
+    dtypes = {chunk.dtype for chunk in chunks if chunk.kind in ("state.exp_avg", "state.exp_avg_sq")}
+    assert dtypes == {"bfloat16"}
+    wide = work(lambda model: torch.optim.AdamW(model.parameters()), tmp_path / "wide", 0)
+    int8 = work(OURS["adamw-int8"], tmp_path / "int8", 0)
+    for number, states in narrow.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert wide[number][key].dtype == torch.float32
+            assert torch.equal(states[key].float(), wide[number][key])
+            largest = float(states[key].abs().max())
+            torch.testing.assert_close(int8[number][key], wide[number][key], rtol=0.1, atol=largest / 50)
 
 
 def test_states_by_name_can_be_read_and_written(model: Transformer) -> None:

@@ -84,6 +84,132 @@ def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, mon
     on_ranks(2, work)
 
 
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is copied behind the training's back before this is set."""
+    go = threading.Event()
+    plain = write.Snapshot._copy_rest
+
+    def held(snapshot: write.Snapshot) -> None:
+        assert go.wait(30)
+        plain(snapshot)
+
+    monkeypatch.setattr(write.Snapshot, "_copy_rest", held)
+    return go
+
+
+def step_of(engine: sw.Engine) -> None:
+    engine._require_optimizer().optimizer.step()
+
+
+def set_a_weight(engine: sw.Engine) -> None:
+    engine.set("head.weight", torch.zeros_like(whole(engine)["head.weight"]))
+
+
+def edit_a_weight(engine: sw.Engine) -> None:
+    with engine.gathered("head.weight", write=True), torch.no_grad():
+        engine.module.get_parameter("head.weight").zero_()
+
+
+@pytest.mark.parametrize("change", [step_of, set_a_weight, edit_a_weight, lambda engine: engine.load_state_dict(ZEROS)])
+@pytest.mark.parametrize("plan", ["zero3", "ddp", {"preset": "zero3", "precision": "bf16"}])
+def test_whatever_changes_values_waits_for_the_copy(
+    tmp_path: Path, late: threading.Event, plan: Any, change: Callable[[sw.Engine], None]
+) -> None:
+    """Forward and backward go on beside it; a step, and the engine's own ways to edit, begin when it is done."""
+    done: list[bool] = []
+
+    def work(engine: sw.Engine) -> None:
+        train(engine, 2)
+        expected = whole(engine), engine.optimizer_state_dict()["state"]
+        engine.save(tmp_path, wait=False)
+        engine.backward(engine(*batches(1)[0]))
+        engine.world.barrier()
+        threading.Timer(0.1, lambda: (done.append(True), late.set())).start()
+        change(engine)
+        assert done
+        engine.wait_for_save()
+        engine.zero_grad()
+        assert engine.resume(tmp_path) is not None
+        there = whole(engine), engine.optimizer_state_dict()["state"]
+        assert all(torch.equal(expected[0][name], there[0][name]) for name in expected[0])
+        for number, states in expected[1].items():
+            assert all(torch.equal(states[key], there[1][number][key]) for key in states)
+
+    on_ranks(2, work, plan)
+
+
+ZEROS = {name: torch.zeros_like(value) for name, value in Transformer(num_blocks=1).state_dict().items()}
+
+
+@pytest.mark.parametrize("what", ["state", "shard"])
+def test_a_change_by_hand_before_the_copy_is_refused(tmp_path: Path, late: threading.Event, what: str) -> None:
+    """Half of it might be in the checkpoint; so there is none. Those before stay, and training goes on."""
+
+    def work(engine: sw.Engine) -> str:
+        train(engine)
+        late.set()
+        engine.save(tmp_path)
+        train(engine)
+        engine.world.barrier()
+        late.clear()
+        engine.world.barrier()
+        engine.save(tmp_path, wait=False)
+        optimizer = engine._require_optimizer().optimizer
+        shard = next(param for param in optimizer.param_groups[0]["params"] if param.numel())
+        with torch.no_grad():
+            (shard if what == "shard" else optimizer.state[shard]["exp_avg"]).mul_(2)
+        late.set()
+        with pytest.raises(CheckpointError) as caught:
+            engine.wait_for_save()
+        train(engine)
+        resumed = engine.resume(tmp_path)
+        assert resumed is not None
+        assert resumed.step == 1
+        return str(caught.value)
+
+    letters = on_ranks(2, work)
+    assert letters[0] == letters[1]
+    assert "was changed by hand while it was being copied" in letters[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+def test_what_the_model_shows_may_change_at_once(tmp_path: Path, late: threading.Event) -> None:
+    """Loops clamp and average parameters by hand, also in ways that torch does not count."""
+
+    def work(engine: sw.Engine) -> None:
+        train(engine)
+        expected = whole(engine)
+        engine.save(tmp_path, wait=False)
+        for param in engine.module.parameters():
+            param.data.clamp_(-0.001, 0.001)
+        late.set()
+        engine.wait_for_save()
+        assert engine.resume(tmp_path) is not None
+        there = whole(engine)
+        assert all(torch.equal(expected[name], there[name]) for name in expected)
+
+    on_ranks(2, work, "ddp")
+
+
+def test_a_file_that_cannot_be_opened_does_not_hold_up_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(path: Path) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    def work(engine: sw.Engine) -> None:
+        train(engine)
+        engine.save(tmp_path, wait=False)
+        train(engine)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            engine.wait_for_save()
+        train(engine)
+
+    monkeypatch.setattr(write, "_opened", closed)
+    on_ranks(2, work)
+
+
 def test_saves_queue_up_one_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second save waits for the first: both are good, and memory for one is enough."""
     slow = Slow(monkeypatch)

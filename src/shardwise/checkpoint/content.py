@@ -27,6 +27,9 @@ class Entry:
     `kind` is `param`, `buffer` or `state.KEY`. This rank writes the elements `written` of them: ranks that hold copies
     share the writing, and together write each element once. With `is_whole` the elements are the tensor's own, not the
     parameter's (a state that is a scalar): every rank has all of them, and one writes them.
+
+    `is_hidden` says that the model has no view of this memory: nothing but an optimizer's step, or the engine when it
+    is told to, changes it.
     """
 
     kind: str
@@ -35,6 +38,9 @@ class Entry:
     tensor: Tensor
     written: Span
     is_whole: bool = False
+    is_hidden: bool = False
+    is_narrow: bool = False
+    """A state in fewer bits than an optimizer that knows nothing of it would have: the parameter's own."""
 
     @property
     def key(self) -> str:
@@ -43,7 +49,10 @@ class Entry:
 
 @dataclass
 class Content:
-    """Everything of one model and optimizer that a resume needs, as it lies on one rank."""
+    """Everything of one model and optimizer that a resume needs, as it lies on one rank.
+
+    A parameter's entry is its master weights where there are some; the resting bytes of a frozen one.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -64,29 +73,32 @@ def content_of(
 
     Buffers are rank 0's, which after each step all ranks share; with `own_buffers` every rank has its own.
     """
-    content = Content(ties=_ties(model))
+    every = list(model.named_parameters(remove_duplicate=False))
+    first: dict[Tensor, str] = {}
+    for name, param in every:
+        first.setdefault(param, name)
+    content = Content(ties={name: first[param] for name, param in every if first[param] != name})
+    in_sight = {param.untyped_storage().data_ptr() for param in first}
+    written: dict[str, Span] = {}
     for flat in flats:
+        kept, mine = _kept(flat.spec, flat.coordinate), _given(flat.spec, flat.coordinate)
         for index, slot in enumerate(flat.slots):
             content.shapes[slot.name] = slot.shape
-            content.entries.append(_parameter(flat, index))
+            span, written[slot.name] = (slot.span.overlap(part).within(slot.span) for part in (kept, mine))
+            tensor = flat.param_piece(index)
+            is_hidden = tensor.untyped_storage().data_ptr() not in in_sight
+            content.entries.append(Entry("param", slot.name, span, tensor, written[slot.name], is_hidden=is_hidden))
     known = {param for flat in flats for param in flat.params}
-    loose = [(name, param.detach()) for name, param in model.named_parameters() if param not in known]
+    loose = [(name, param.detach()) for param, name in first.items() if param not in known]
     kind = f"buffer.{rank}" if own_buffers and rank else "buffer"
     for name, tensor in (*loose, *_persistent_buffers(model)):
         content.shapes[name] = tuple(tensor.shape)
         span = Span(0, tensor.numel())
         content.entries.append(Entry(kind, name, span, tensor, span if own_buffers or rank == 0 else NOTHING))
     if optimizer is not None:
-        _add_states(content, optimizer)
+        _add_states(content, optimizer, written)
         content.groups = _groups(optimizer)
     return content
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Further names of a parameter, and the first one, under which it is kept."""
-    first = {param: name for name, param in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[param] for name, param in every if first[param] != name}
 
 
 def kept_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:
@@ -96,7 +108,12 @@ def kept_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span
 
 
 def written_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> Span:
-    """Those of them that the rank at `coordinate` gives away: of all copies of an element exactly one.
+    """Those of them that the rank at `coordinate` gives away: of all copies of an element exactly one."""
+    return slot.span.overlap(_given(spec, coordinate)).within(slot.span)
+
+
+def _given(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
+    """Of a flat buffer, the elements that this rank gives away.
 
     Copies lie along the axes over which the buffer is not sharded. It divides evenly among all ranks, and so does what
     one rank keeps among its copies.
@@ -109,8 +126,7 @@ def written_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> S
             num_copies *= spec.mesh.size(axis)
     kept = _kept(spec, coordinate)
     part = kept.numel // num_copies
-    mine = Span(kept.start + place * part, kept.start + (place + 1) * part)
-    return slot.span.overlap(mine).within(slot.span)
+    return Span(kept.start + place * part, kept.start + (place + 1) * part)
 
 
 def _kept(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
@@ -121,25 +137,15 @@ def _kept_shard(spec: FlatSpec) -> Axes:
     return (spec.table.optim if spec.trainable else spec.table.param).shard
 
 
-def _written(flat: Flat, index: int) -> Span:
-    return written_span(flat.spec, flat.slots[index], flat.coordinate)
-
-
-def _parameter(flat: Flat, index: int) -> Entry:
-    """Master weights where there are some; the resting bytes of a frozen parameter."""
-    slot = flat.slots[index]
-    kept = kept_span(flat.spec, slot, flat.coordinate)
-    return Entry("param", slot.name, kept, flat.param_piece(index), _written(flat, index))
-
-
-def _add_states(content: Content, optimizer: AdoptedOptimizer) -> None:
+def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mapping[str, Span]) -> None:
     """The optimizer's states of this rank's pieces. Of what is not of the piece's size the first element's rank
     writes what it has; all have the same."""
     for piece in optimizer.pieces:
-        state = optimizer.state_of(piece)
+        state = optimizer.kept_state_of(piece)
         if not state:
             continue
-        written = _written(piece.flat, piece.index)
+        narrow = optimizer.narrow_keys_of(piece)
+        written = written_of[piece.name]
         is_first = written.start == 0 and written.numel > 0
         for key, value in state.items():
             kind = f"state.{key}"
@@ -147,12 +153,13 @@ def _add_states(content: Content, optimizer: AdoptedOptimizer) -> None:
                 if is_first:
                     content.numbers.setdefault(piece.name, {})[key] = encode(value, f"state {key} of {piece.name}")
             elif value.shape == piece.tensor.shape:
-                content.entries.append(Entry(kind, piece.name, piece.span, value, written))
+                content.entries.append(
+                    Entry(kind, piece.name, piece.span, value, written, is_hidden=True, is_narrow=key in narrow)
+                )
             else:
                 whole = Span(0, value.numel())
-                content.entries.append(
-                    Entry(kind, piece.name, whole, value, whole if is_first else NOTHING, is_whole=True)
-                )
+                mine = whole if is_first else NOTHING
+                content.entries.append(Entry(kind, piece.name, whole, value, mine, is_whole=True, is_hidden=True))
 
 
 def _groups(optimizer: AdoptedOptimizer) -> list[dict[str, Any]]:
@@ -177,7 +184,8 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    saved = model.state_dict(keep_vars=True).keys()
-    for name, buffer in model.named_buffers():
+    buffers = dict(model.named_buffers())
+    saved = model.state_dict(keep_vars=True).keys() if buffers else ()
+    for name, buffer in buffers.items():
         if name in saved:
             yield name, buffer

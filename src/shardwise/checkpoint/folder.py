@@ -70,15 +70,13 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def make_draft(folder: Path, draft: Path, num_bytes: int) -> None:
-    """An empty folder for the ranks' files, if there is room for them."""
-    free = shutil.disk_usage(folder).free
-    if num_bytes + SPARE_BYTES > free:
+def check_room(folder: Path, num_bytes: int, free_bytes: int) -> None:
+    """Raise `CheckpointError` unless that much fits with what is written besides it."""
+    if num_bytes + SPARE_BYTES > free_bytes:
         raise CheckpointError(
             f"A checkpoint in {folder} takes {format_bytes(num_bytes + SPARE_BYTES)}, but its file system has "
-            f"{format_bytes(free)} free. Make room, or keep fewer with Keep(last=...)."
+            f"{format_bytes(free_bytes)} free. Make room, or keep fewer with Keep(last=...)."
         )
-    draft.mkdir()
 
 
 def read_note(draft: Path, name: str) -> dict[str, Any] | None:

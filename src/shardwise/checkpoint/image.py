@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -52,40 +53,47 @@ class Part:
     kind: str
     name: str
     span: Span
-    source: torch.Tensor
-    """Its bytes, flat; only a shape and a dtype once they have been copied."""
+    dtype: torch.dtype
+    num_bytes: int
     offset: int
     shape: tuple[int, ...] | None = None
     """Of a tensor that is whole, and not elements of a parameter."""
+    is_hidden: bool = False
+    """Of memory that the model has no view of; see `Entry`."""
+    is_narrow: bool = False
 
     @property
     def key(self) -> str:
         return f"{self.kind}/{self.name}"
 
     @property
-    def num_bytes(self) -> int:
-        return self.source.nbytes
-
-    @property
-    def source_bytes(self) -> torch.Tensor:
-        return self.source.reshape(-1).view(torch.uint8)
+    def place(self) -> Span:
+        """In the file, in bytes."""
+        return Span(self.offset, self.offset + self.num_bytes)
 
 
 @dataclass(frozen=True)
 class Image:
-    """What one rank writes: `head`, then `parts`."""
+    """What one rank writes: `head`, then `parts`, whose bytes are those of `sources` as long as it has them."""
 
     name: str
     head: bytes
     parts: tuple[Part, ...]
+    sources: tuple[torch.Tensor, ...]
+    """Flat, one for each part, live; none once they have been copied."""
 
     @property
     def num_bytes(self) -> int:
-        return self.parts[-1].offset + self.parts[-1].num_bytes if self.parts else len(self.head)
+        return self.parts[-1].place.stop if self.parts else len(self.head)
 
     @property
     def padded_bytes(self) -> int:
         return math.ceil(self.num_bytes / PAGE) * PAGE
+
+    @property
+    def without_sources(self) -> Image:
+        """The same image, holding on to no memory of the model."""
+        return Image(self.name, self.head, self.parts, ())
 
     def file(self, head_crc32: int) -> File:
         return File(self.name, self.num_bytes, len(self.head), head_crc32)
@@ -100,28 +108,22 @@ class Image:
                 stop=part.span.stop if part.shape is None else 0,
                 file=self.name,
                 key=part.key,
-                dtype=dtype_name(part.source.dtype),
+                dtype=dtype_name(part.dtype),
                 offset=part.offset,
                 num_bytes=part.num_bytes,
                 block_bytes=block_bytes_of(part.num_bytes),
                 crc32=crc32,
                 shape=None if part.shape is None else list(part.shape),
+                is_narrow=part.is_narrow,
             )
             for part, crc32 in zip(self.parts, sums, strict=True)
         ]
 
-    def copy_to(self, stage: torch.Tensor) -> None:
-        """Every byte into host memory, where it no longer changes as training goes on."""
-        stage[: len(self.head)].copy_(bytes_tensor(self.head))
-        for part in self.parts:
-            stage[part.offset : part.offset + part.num_bytes].copy_(part.source_bytes, non_blocking=True)
-        if any(part.source.is_cuda for part in self.parts):
-            torch.cuda.current_stream().synchronize()
-
-    def without_sources(self) -> Image:
-        """The same image once its bytes lie elsewhere, holding on to no memory of the model."""
-        parts = (replace(part, source=torch.empty_like(part.source, device="meta")) for part in self.parts)
-        return replace(self, parts=tuple(parts))
+    def copy_to(self, stage: torch.Tensor, numbers: Iterable[int]) -> None:
+        """The bytes of these parts, by their numbers, into host memory. From a GPU they may still be on their way."""
+        for number in numbers:
+            place = self.parts[number].place
+            stage[place.start : place.stop].copy_(_bytes_of(self.sources[number]), non_blocking=True)
 
     def read(self, start: int, out: torch.Tensor) -> None:
         """Bytes `start` and on of the image into `out`, from live memory."""
@@ -130,10 +132,10 @@ class Image:
         head = Span(0, len(self.head)).overlap(window)
         if head.numel:
             out[head.start - start : head.stop - start].copy_(bytes_tensor(self.head[head.start : head.stop]))
-        for part in self.parts:
-            common = Span(part.offset, part.offset + part.num_bytes).overlap(window)
+        for part, source in zip(self.parts, self.sources, strict=True):
+            common = part.place.overlap(window)
             if common.numel:
-                here = part.source_bytes[common.start - part.offset : common.stop - part.offset]
+                here = _bytes_of(source)[common.start - part.offset : common.stop - part.offset]
                 out[common.start - start : common.stop - start].copy_(here)
 
 
@@ -142,40 +144,56 @@ def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Ima
 
     Raises `CheckpointError` for a dtype that the format has no word for.
     """
-    sources = [(entry.kind, entry.name, *_source(entry)) for entry in content.entries if entry.written.numel]
+    sources = [_source(entry) for entry in content.entries if entry.written.numel]
     for key, text in documents.items():
         kind, _, label = key.partition("/")
-        sources.append((kind, label, NO_SPAN, bytes_tensor(text), (len(text),)))
-    sources.sort(key=lambda source: -source[3].element_size())  # so that each starts on a multiple of its element
+        sources.append(_Source(kind, label, NO_SPAN, bytes_tensor(text), (len(text),)))
+    sources.sort(key=lambda source: -source.tensor.element_size())  # so that each starts on a multiple of its element
     head = _head(sources)
     parts, offset = [], len(head)
-    for kind, label, span, tensor, shape in sources:
-        parts.append(Part(kind, label, span, tensor, offset, shape))
+    for kind, label, span, tensor, shape, is_hidden, is_narrow in sources:
+        parts.append(Part(kind, label, span, tensor.dtype, tensor.nbytes, offset, shape, is_hidden, is_narrow))
         offset += tensor.nbytes
-    return Image(name, head, tuple(parts))
+    return Image(name, head, tuple(parts), tuple(source.tensor for source in sources))
 
 
 NO_SPAN = Span(0, 0)
-_Source = tuple[str, str, Span, torch.Tensor, tuple[int, ...] | None]
 
 
-def _source(entry: Entry) -> tuple[Span, torch.Tensor, tuple[int, ...] | None]:
-    """What of an entry this rank writes, flat."""
+class _Source(NamedTuple):
+    kind: str
+    name: str
+    span: Span
+    tensor: torch.Tensor
+    """Flat."""
+    shape: tuple[int, ...] | None
+    is_hidden: bool = False
+    is_narrow: bool = False
+
+
+def _source(entry: Entry) -> _Source:
+    """What of an entry this rank writes."""
     tensor = entry.tensor.detach()
     if tensor.dtype not in SAFETENSORS_DTYPES:
         raise CheckpointError(f"{entry.key} is {dtype_name(tensor.dtype)}, which safetensors has no word for.")
-    flat = tensor.contiguous().reshape(-1)
+    flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.contiguous().reshape(-1)
     if entry.is_whole:
-        return NO_SPAN, flat, tuple(tensor.shape)
-    mine = entry.written.within(entry.span)
-    return entry.written, flat[mine.start : mine.stop], None
+        return _Source(entry.kind, entry.name, NO_SPAN, flat, tuple(tensor.shape), entry.is_hidden, entry.is_narrow)
+    if entry.written != entry.span:
+        mine = entry.written.within(entry.span)
+        flat = flat[mine.start : mine.stop]
+    return _Source(entry.kind, entry.name, entry.written, flat, None, entry.is_hidden, entry.is_narrow)
+
+
+def _bytes_of(source: torch.Tensor) -> torch.Tensor:
+    return source.reshape(-1).view(torch.uint8)
 
 
 def _head(sources: list[_Source]) -> bytes:
     """The length and the JSON, filled with spaces to a multiple of 64 bytes, as the format allows."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for kind, label, _, tensor, _ in sources:
+    for kind, label, _, tensor, *_ in sources:
         entries[f"{kind}/{label}"] = {
             "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": [tensor.numel()],
@@ -192,7 +210,7 @@ class Sums:
 
     def __init__(self, image: Image) -> None:
         regions = [Span(0, len(image.head))]
-        regions += [Span(part.offset, part.offset + part.num_bytes) for part in image.parts]
+        regions += [part.place for part in image.parts]
         self._blocks = _blocks(regions)
         self._sums: list[list[int]] = [[] for _ in regions]
         self._position = 0

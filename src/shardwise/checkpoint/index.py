@@ -15,7 +15,9 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, 3)
+"""In format 2 there were no narrow chunks."""
 INDEX = "index.json"
 LEAST_BLOCK_BYTES = 2**16
 MOST_BLOCKS = 64
@@ -27,7 +29,8 @@ class Chunk:
 
     `kind` is `param`, `buffer`, `state.KEY` of an optimizer, or `rank`: what one rank remembers, as JSON. With `shape`
     it is whole and not made of the parameter's elements (a state that is a scalar); both ends are then 0.
-    `crc32` has a sum for each `block_bytes` of them.
+    `crc32` has a sum for each `block_bytes` of them. `is_narrow` is a state that its optimizer keeps in fewer bits than
+    others do: those have it in the parameter's own dtype.
     """
 
     kind: str
@@ -42,6 +45,7 @@ class Chunk:
     block_bytes: int
     crc32: list[int]
     shape: list[int] | None = None
+    is_narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def read_index(folder: Path) -> Index:
             f"{path} has format {found}, written by a newer shardwise; this one reads format {FORMAT}. "
             f"Update shardwise."
         )
-    if found != FORMAT:
+    if found not in READABLE:
         raise CheckpointError(f"{path} has format {found!r}; this version of shardwise reads format {FORMAT}.")
     body = raw.get("index")
     if zlib.crc32(_canonical(body).encode()) != raw.get("crc32"):

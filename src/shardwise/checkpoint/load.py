@@ -20,7 +20,7 @@ from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.read import Read, Reader
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, nearest
-from shardwise.optim import AdoptedOptimizer, Piece
+from shardwise.optim import AdoptedOptimizer, Cooperative, Piece
 
 
 class Stateful(Protocol):
@@ -39,7 +39,18 @@ class Loaded:
     step: int
     state: dict[str, Any]
     num_bytes_read: int = 0
-    """By this rank: what it needs, once to check it and once to fill memory."""
+    """By this rank: what it needs, and once more what filled memory that was in use."""
+
+
+@dataclass
+class _PieceStates:
+    """The states that a piece will have, by key, and of each where it lies in the checkpoint."""
+
+    piece: Piece
+    reads: dict[str, list[Read]] = field(default_factory=dict)
+    wholes: dict[str, Read] = field(default_factory=dict)
+    fresh: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Those that are in memory already, checked, but not yet the optimizer's."""
 
 
 @dataclass
@@ -47,8 +58,7 @@ class _Recipe:
     """All that will be read, worked out and checked before anything is changed."""
 
     tensors: list[tuple[Entry, list[Read]]] = field(default_factory=list)
-    states: list[tuple[Piece, str, list[Read]]] = field(default_factory=list)
-    wholes: list[tuple[Piece, str, Read]] = field(default_factory=list)
+    states: list[_PieceStates] = field(default_factory=list)
     memories: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] | None = None
 
@@ -78,7 +88,7 @@ def load(
             _check_same_model(path, reader.index, content)
             _check_same_groups(path, reader.index, content, optimizer)
             _work_out(recipe, reader, content, optimizer)
-            _check_bytes(recipe, reader, world)
+            _check_bytes(recipe, reader, optimizer, world)
             _recall(recipe, reader, world)
             _give_back(path, objects or {}, recipe.memories)
         with _agreed(
@@ -175,13 +185,15 @@ def _work_out(recipe: _Recipe, reader: Reader, content: Content, optimizer: Adop
         kind = _kind_there(reader, entry)
         recipe.tensors.append((entry, reader.reads(kind, entry.name, entry.span)))
     for piece in optimizer.pieces if optimizer is not None and reader.index.groups else ():
+        states = _PieceStates(piece)
+        recipe.states.append(states)
         kinds = [kind for kind in reader.kinds_of(piece.name) if kind.startswith("state.")]
         for kind in kinds if piece.span.numel else ():
-            whole = reader.whole(kind, piece.name)
+            key, whole = kind.removeprefix("state."), reader.whole(kind, piece.name)
             if whole is not None:
-                recipe.wholes.append((piece, kind, whole))
+                states.wholes[key] = whole
             else:
-                recipe.states.append((piece, kind, reader.reads(kind, piece.name, piece.span)))
+                states.reads[key] = reader.reads(kind, piece.name, piece.span)
 
 
 def _kind_there(reader: Reader, entry: Entry) -> str:
@@ -191,19 +203,29 @@ def _kind_there(reader: Reader, entry: Entry) -> str:
     return next((kind for kind in kinds if reader.first_chunk(kind, entry.name)), entry.kind)
 
 
-def _check_bytes(recipe: _Recipe, reader: Reader, world: World) -> None:
-    """Every byte that this rank needs, and of the other files, shared among ranks, that they are there."""
+def _check_bytes(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None, world: World) -> None:
+    """Every byte that this rank needs, and of the other files, shared among ranks, that they are there.
+
+    States that the optimizer does not have yet are read here for good: an engine that has just been made has none, so
+    most of what it resumes from is read once, and takes no memory that it would not take anyway.
+    """
     for number, file in enumerate(reader.index.files):
         if number % world.size == world.rank:
             reader.check_file(file)
     for _, reads in recipe.tensors:
         for read in reads:
             reader.check(read)
-    for _, _, reads in recipe.states:
-        for read in reads:
-            reader.check(read)
-    for _, _, read in recipe.wholes:
-        reader.check(read)
+    for states in recipe.states:
+        assert optimizer is not None
+        has_some = not optimizer.takes_states_as_they_are or bool(optimizer.state_of(states.piece))
+        for key, reads in states.reads.items():
+            if has_some:
+                for read in reads:
+                    reader.check(read)
+            else:
+                states.fresh[key] = _read_state(reader, optimizer, states.piece, key, reads)
+        for key, read in states.wholes.items():
+            states.fresh[key] = reader.tensor(read)
 
 
 def _recall(recipe: _Recipe, reader: Reader, world: World) -> None:
@@ -254,42 +276,54 @@ def _fill(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -
 
 def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -> None:
     """Each piece's states, in the memory they have already where it fits."""
-    fresh: dict[torch.Tensor, dict[str, Any]] = {piece.tensor: {} for piece in optimizer.pieces}
-    for piece, kind, reads in recipe.states:
-        key = kind.removeprefix("state.")
-        had = optimizer.state_of(piece).get(key)
-        dtype = _state_dtype(reader, piece, kind)
-        if isinstance(had, torch.Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype):
-            out = had
-        else:
-            out = torch.empty_like(piece.tensor.detach(), dtype=dtype)
-        for read in reads:
-            reader.fill(read, out.detach())
-        fresh[piece.tensor][key] = out
     groups = {param: group for group in optimizer.optimizer.param_groups for param in group["params"]}
-    for piece, kind, read in recipe.wholes:
-        key, group = kind.removeprefix("state."), groups[piece.tensor]
-        on_host = key == "step" and not group.get("capturable") and not group.get("fused")  # where torch wants it
-        fresh[piece.tensor][key] = reader.tensor(read).to("cpu" if on_host else piece.tensor.device)
-    for piece in optimizer.pieces:
+    for states in recipe.states:
+        piece, group = states.piece, groups[states.piece.tensor]
+        given: dict[str, Any] = {}
+        had = optimizer.state_of(piece) if optimizer.takes_states_as_they_are else {}
+        for key, reads in states.reads.items():
+            ready = states.fresh.pop(key, None)
+            given[key] = _read_state(reader, optimizer, piece, key, reads, had.get(key)) if ready is None else ready
+        for key in states.wholes:
+            on_host = key == "step" and not group.get("capturable") and not group.get("fused")  # where torch wants it
+            given[key] = states.fresh.pop(key).to("cpu" if on_host else piece.tensor.device)
         numbers = reader.index.numbers.get(piece.name, {}) if piece.span.numel else {}
-        fresh[piece.tensor] |= {key: decode(value) for key, value in numbers.items()}
-        optimizer.put_state(piece, fresh[piece.tensor])
+        given |= {key: decode(value) for key, value in numbers.items()}
+        optimizer.put_state(piece, given)
 
 
-def _state_dtype(reader: Reader, piece: Piece, kind: str) -> torch.dtype:
-    """A state that had its parameter's dtype follows it to another one, as in torch; others keep theirs."""
-    state, param = reader.first_chunk(kind, piece.name), reader.first_chunk("param", piece.name)
+def _read_state(
+    reader: Reader, optimizer: AdoptedOptimizer, piece: Piece, key: str, reads: list[Read], had: object = None
+) -> torch.Tensor:
+    """A state of the piece's shape, in the memory of the one it `had` if that fits."""
+    dtype = _state_dtype(reader, optimizer, piece, key)
+    if isinstance(had, torch.Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype):
+        out = had
+    else:
+        out = torch.empty_like(piece.tensor.detach(), dtype=dtype)
+    for read in reads:
+        reader.fill(read, out.detach())
+    return out
+
+
+def _state_dtype(reader: Reader, optimizer: AdoptedOptimizer, piece: Piece, key: str) -> torch.dtype:
+    """A state that had its parameter's dtype follows it to another one, as in torch; others keep theirs. A narrow one
+    stays so if this optimizer, too, keeps it narrow."""
+    state, param = reader.first_chunk(f"state.{key}", piece.name), reader.first_chunk("param", piece.name)
     assert state is not None
+    if state.is_narrow and key not in optimizer.narrow_keys_of(piece):
+        return piece.tensor.dtype
     if param is None or state.dtype == param.dtype or state.dtype == dtype_name(piece.tensor.dtype):
         return piece.tensor.dtype
     return dtype_of(state.dtype)
 
 
 def _fill_groups(index: Index, optimizer: AdoptedOptimizer) -> None:
-    for group, saved in zip(optimizer.optimizer.param_groups, index.groups, strict=True):
+    plain = optimizer.optimizer
+    own = plain.own_settings if isinstance(plain, Cooperative) else frozenset()
+    for group, saved in zip(plain.param_groups, index.groups, strict=True):
         for key, value in saved.items():
-            if key == "params":
+            if key == "params" or key in own:
                 continue
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(decode(value))

@@ -1,8 +1,10 @@
 """Reading elements of a checkpoint: only the bytes that are needed, each checked against its sum.
 
-A reader goes over what it needs twice: first to check all of it, then, when every rank is content, to fill memory. So
-a damaged checkpoint changes nothing, and no second copy of a shard is ever held. The second time the bytes come from
-the page cache if the machine has room for them; they are checked again, because a file may have changed.
+Memory that nobody has used yet is filled as it is checked. What is there already is gone over twice: first all of it
+is checked, then, when every rank is content, it is filled. So a damaged checkpoint changes nothing, and no second copy
+of a shard is ever held. The second time the bytes come from the page cache if the machine has room for them; they are
+checked again, because a file may have changed. Where dtype and device are the file's own, bytes go to where they
+belong at once, and are checked there.
 """
 
 from __future__ import annotations
@@ -104,15 +106,25 @@ class Reader:
 
     def check(self, read: Read) -> None:
         """Read what `read` needs and compare its sums; keep nothing."""
-        for _ in self._pieces(read):
-            pass
+        for blocks in self._steps(read):
+            self._read(read.chunk, blocks.start, self._scratch[: blocks.numel])
 
     def fill(self, read: Read, out: torch.Tensor) -> None:
         """Put what `read` names into `out`, flat, which may be of another dtype and on another device."""
-        position = read.target
-        for piece in self._pieces(read):
-            out[position : position + piece.numel()].copy_(piece)
-            position += piece.numel()
+        into = out[read.target : read.target + read.span.numel]
+        dtype = dtype_of(read.chunk.dtype)
+        raw = into.view(torch.uint8) if (into.dtype, into.device.type) == (dtype, "cpu") else None
+        wanted = _in_bytes(read)
+        for blocks in self._steps(read):
+            common = wanted.overlap(blocks)
+            here = common.within(wanted)
+            if raw is not None and common == blocks:
+                self._read(read.chunk, blocks.start, raw[here.start : here.stop])
+                continue
+            self._read(read.chunk, blocks.start, self._scratch[: blocks.numel])
+            there = common.within(blocks)
+            elements = Span(here.start // dtype.itemsize, here.stop // dtype.itemsize)
+            into[elements.start : elements.stop].copy_(self._scratch[there.start : there.stop].view(dtype))
 
     def tensor(self, read: Read) -> torch.Tensor:
         """A whole tensor, in its own shape."""
@@ -120,18 +132,12 @@ class Reader:
         self.fill(read, out)
         return out.reshape(read.chunk.shape or ())
 
-    def _pieces(self, read: Read) -> Iterator[torch.Tensor]:
-        """The elements in order, a few blocks at a time. Each is only good until the next is asked for."""
-        chunk, size = read.chunk, read.chunk.block_bytes
+    def _steps(self, read: Read) -> Iterator[Span]:
+        """The bytes of the chunk that are read at once, in order: whole blocks, which cover what is wanted."""
+        size, wanted = read.chunk.block_bytes, _in_bytes(read)
         at_once = len(self._scratch) // size * size
-        dtype = dtype_of(chunk.dtype)
-        wanted = Span(read.span.start * dtype.itemsize, read.span.stop * dtype.itemsize)
         for start in range(wanted.start // size * size, wanted.stop, at_once):
-            end = min(start + at_once, -(-wanted.stop // size) * size, chunk.num_bytes)
-            blocks = self._scratch[: end - start]
-            self._read(chunk, start, blocks)
-            common = wanted.overlap(Span(start, end)).within(Span(start, end))
-            yield blocks[common.start : common.stop].view(dtype)
+            yield Span(start, min(start + at_once, -(-wanted.stop // size) * size, read.chunk.num_bytes))
 
     def _read(self, chunk: Chunk, start: int, out: torch.Tensor) -> None:
         """Bytes `start` and on of a chunk into `out`, which begins a block and ends one."""
@@ -197,3 +203,9 @@ class Reader:
         ]
         lost = [chunk for chunk in lost if chunk.kind != "rank"] or lost
         return f"Lost with it: {lost[0].kind} {lost[0].name} and {len(lost) - 1} more." if lost else ""
+
+
+def _in_bytes(read: Read) -> Span:
+    """What is wanted of the chunk, counted from its start."""
+    size = dtype_of(read.chunk.dtype).itemsize
+    return Span(read.span.start * size, read.span.stop * size)

@@ -28,11 +28,11 @@ import torch
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.codec import encode
 from shardwise.checkpoint.content import Content
-from shardwise.checkpoint.image import Image, image_of
+from shardwise.checkpoint.image import WINDOW, Image, image_of
 from shardwise.checkpoint.index import Chunk, File, Index
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
-from shardwise.checkpoint.write import Feed, Stage, live, staged, write_rank
+from shardwise.checkpoint.write import Feed, Snapshot, Stage, live, staged, write_rank
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.units import format_seconds
@@ -70,6 +70,7 @@ class Saver:
         self._stage = Stage(pinned=pinned)
         self._timeout_seconds = timeout_seconds
         self._under_way: _UnderWay | None = None
+        self._snapshot: Snapshot | None = None
         self._locks: dict[Path, FolderLock] = {}
         self._metrics: dict[Path, dict[str, float]] = {}
 
@@ -77,27 +78,38 @@ class Saver:
         """Write `request.target`, then point `latest` at it. All ranks call.
 
         A reader, or a `kill -9`, never sees half a checkpoint. If one rank fails, all raise `CheckpointError`, and
-        what was there before is still there. Without `wait` it returns once everything is copied to host memory, and
-        what goes wrong after that is raised by the next call of `save` or `settle`, or by `close`.
+        what was there before is still there. Without `wait` it returns once what the model shows is copied to host
+        memory ([Note: late copies]), and what goes wrong after that is raised by the next call of `save` or
+        `settle`, or by `close`.
         """
         self.settle()
         request, image, draft = self._prepare(request, content)
         what = f"The checkpoint {request.target} could not be written"
         if wait:
-            self._write_now(request, content, draft, Feed(image, live(image)), what)
+            stage = self._stage.sized(min(image.padded_bytes, 2 * WINDOW))
+            self._write_now(request, content, draft, Feed(image, live(image, stage)), what)
             return request.target
         stage = self._stage.sized(image.padded_bytes)
-        image.copy_to(stage)
-        feed = Feed(image.without_sources(), staged(stage))
+        snapshot = Snapshot(image, stage)
+        snapshot.take()
+        feed = Feed(image.without_sources, staged(stage), first=snapshot.copy_rest)
         shell = Content(shapes=content.shapes, groups=content.groups, numbers=content.numbers)
         self._under_way = _UnderWay(what, lambda: self._write_behind(request, shell, draft, feed))
         feed.start()
         self._under_way.start()
+        self._snapshot = snapshot
+        snapshot.go_on()
         return request.target
+
+    def wait_for_copy(self) -> None:
+        """Return once all of this rank's memory may change; see [Note: late copies]. For one rank alone."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.wait()
 
     def settle(self) -> None:
         """Wait for what is written in the background; raise on all ranks what went wrong with it. All ranks call."""
-        under_way, self._under_way = self._under_way, None
+        under_way, self._under_way, self._snapshot = self._under_way, None, None
         if under_way is not None:
             under_way.join()
             self._agree(under_way.result, under_way.what, None)
@@ -128,19 +140,26 @@ class Saver:
         images: list[Image] = []
         states: list[dict[str, Any]] = []
 
-        def lay_out() -> dict[str, Any]:
+        def begin(draft: Path) -> dict[str, Any]:
             memories = {f"rank/{self._world.rank}": json.dumps(encode(dict(request.memories), "memories")).encode()}
             images.append(image_of(_file_name(self._world.rank), content, memories))
             states.append(encode(dict(request.state)))
-            return {"bytes": images[0].num_bytes, "token": f"{os.getpid()}-{secrets.token_hex(4)}"}
+            free = self._open(request.folder, draft) if self._world.rank == 0 else 0
+            return {"bytes": images[0].num_bytes, "free": free, "draft": draft.name}
 
-        told = self._agree(lay_out, what, None)
-        draft = request.folder / f"{folders.WRITING}{request.target.name}-{told[0]['token']}"
-        total = sum(said["bytes"] for said in told)
-        self._agree(lambda: self._open(request.folder, draft, total) if self._world.rank == 0 else None, what, None)
+        name = f"{folders.WRITING}{request.target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+        told = self._agree(lambda: begin(request.folder / name), what, request.folder / name)
+        draft = request.folder / told[0]["draft"]
+        try:
+            folders.check_room(request.folder, sum(said["bytes"] for said in told), told[0]["free"])
+        except CheckpointError as error:  # on every rank: all were told the same
+            if self._world.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(f"{what}: {error}") from error
         return replace(request, state=states[0]), images[0], draft
 
-    def _open(self, folder: Path, draft: Path, num_bytes: int) -> None:
+    def _open(self, folder: Path, draft: Path) -> int:
+        """Make the draft, in a folder that is ours; returns how many bytes are free there."""
         folder.mkdir(parents=True, exist_ok=True)
         lock = self._locks.get(folder)
         if lock is None:
@@ -149,7 +168,9 @@ class Saver:
                 folders.tidy(folder)
             self._locks[folder] = lock
         lock.check()
-        folders.make_draft(folder, draft, num_bytes)
+        free = shutil.disk_usage(folder).free
+        draft.mkdir()
+        return free
 
     def _agree(self, work: Callable[[], Result], what: str, draft: Path | None) -> list[Result]:
         """Do `work` on every rank and learn how all of them fared; if one failed, all raise, and `draft` goes."""

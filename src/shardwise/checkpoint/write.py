@@ -10,13 +10,15 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.checkpoint.codec import bytes_tensor
 from shardwise.checkpoint.image import PAGE, WINDOW, Image, Sums
+from shardwise.errors import CheckpointError
 
 
 class Stage:
@@ -44,6 +46,82 @@ def pages(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+class Snapshot:
+    """An image's bytes as they were when it was taken, in host memory; see [Note: late copies].
+
+    [Note: late copies] What the model shows to its user may change at any time, so `take` copies it at once. Shards,
+    master weights and optimizer states are changed by the optimizer's step, and by the engine when it is told to; so
+    they are copied by the thread that goes on to write them, beside the next forward and backward, and `wait` is for
+    whoever is about to change them. (So does DataStates-LLM, arXiv:2406.10707, with everything.) Somebody who changes
+    them by hand meanwhile, through the optimizer's groups, is noticed by torch's own counter of changes in place, and
+    the checkpoint fails with a letter instead of holding half of the change.
+    """
+
+    def __init__(self, image: Image, stage: torch.Tensor) -> None:
+        self._image: Image | None = image
+        self._stage = stage
+        self._late = [number for number, part in enumerate(image.parts) if part.is_hidden]
+        self._counts = [_changes_of(image.sources[number]) for number in self._late]
+        self._may_go_on = threading.Event()
+        self._is_whole = threading.Event()
+        self._stream_device = next((source.device for source in image.sources if source.is_cuda), None)
+        self._taken: torch.cuda.Event | None = None
+
+    def take(self) -> None:
+        """Copy what may change at any time, and note the moment."""
+        image = self._image
+        assert image is not None
+        self._stage[: len(image.head)].copy_(bytes_tensor(image.head))
+        late = set(self._late)
+        image.copy_to(self._stage, (number for number in range(len(image.parts)) if number not in late))
+        if self._stream_device is not None:
+            stream = torch.cuda.current_stream(self._stream_device)
+            self._taken = stream.record_event()
+            stream.synchronize()
+
+    def go_on(self) -> None:
+        """Let `copy_rest` begin: a thread that copies takes the interpreter from the one that starts it."""
+        self._may_go_on.set()
+
+    def copy_rest(self) -> None:
+        """Copy the rest, and let go of the model's memory. For the thread that goes on to write."""
+        try:
+            self._may_go_on.wait()
+            self._copy_rest()
+        finally:
+            self._image = None
+            self._is_whole.set()
+
+    def wait(self) -> None:
+        """Return once everything may change again."""
+        self._is_whole.wait()
+
+    def _copy_rest(self) -> None:
+        image = self._image
+        assert image is not None
+        if self._stream_device is None:
+            image.copy_to(self._stage, self._late)
+        else:
+            stream = torch.cuda.Stream(self._stream_device)  # type: ignore[no-untyped-call]  # torch's own
+            assert self._taken is not None
+            stream.wait_event(self._taken)
+            with torch.cuda.stream(stream):
+                image.copy_to(self._stage, self._late)
+            stream.synchronize()
+        for number, count in zip(self._late, self._counts, strict=True):
+            if _changes_of(image.sources[number]) != count:
+                raise CheckpointError(
+                    f"{image.parts[number].key} was changed by hand while it was being copied. What only the "
+                    f"optimizer holds is to be left alone between save(wait=False) and the next step; change it before "
+                    f"the save, after wait_for_save(), or through engine.set()."
+                )
+
+
+def _changes_of(tensor: torch.Tensor) -> int:
+    """How often the memory of a tensor has been changed in place, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def staged(stage: torch.Tensor) -> Iterator[memoryview]:
     """An image that lies in host memory, window by window."""
     view = memoryview(stage.numpy().data)
@@ -51,40 +129,43 @@ def staged(stage: torch.Tensor) -> Iterator[memoryview]:
         yield view[start : start + WINDOW]
 
 
-def live(image: Image) -> Iterator[memoryview]:
+def live(image: Image, stage: torch.Tensor) -> Iterator[memoryview]:
     """An image read from where its tensors live, window by window, through two windows of host memory in turn."""
-    bounces = [pages(min(WINDOW, image.padded_bytes)) for _ in range(2)]
     for number, start in enumerate(range(0, image.padded_bytes, WINDOW)):
-        window = bounces[number % 2][: min(WINDOW, image.padded_bytes - start)]
+        at = number % 2 * WINDOW
+        window = stage[at : at + min(WINDOW, image.padded_bytes - start)]
         image.read(start, window)
         yield memoryview(window.numpy().data)
 
 
 class Feed(threading.Thread):
-    """Makes windows ready beside the writing: reads the next one and takes its checksums while one is written.
+    """Makes windows ready beside the writing: takes the checksums of one and reads the next while one is written.
 
     Made and started by whoever calls for a save: an interpreter that is about to end lets running threads finish,
-    but starts no new ones.
+    but starts no new ones. What is to be done `first` is done in any case.
     """
 
-    def __init__(self, image: Image, windows: Iterator[memoryview]) -> None:
+    def __init__(
+        self, image: Image, windows: Iterator[memoryview], *, first: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(name="shardwise checksums")
         self.image = image
         self.sums = Sums(image)
         self._windows = windows
+        self._first = first
         self._free = threading.Semaphore(2)
         self._ready: queue.SimpleQueue[memoryview | BaseException | None] = queue.SimpleQueue()
         self._is_stopped = False
 
     def run(self) -> None:
         try:
+            self._first()
             while self._free.acquire() and not self._is_stopped:
                 window = next(self._windows, None)
-                if window is not None:
-                    self.sums.add(window)
                 self._ready.put(window)
                 if window is None:
                     return
+                self.sums.add(window)
         except BaseException as error:  # raised where the windows are used
             self._ready.put(error)
 

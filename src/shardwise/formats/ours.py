@@ -73,7 +73,8 @@ def _specs(index: Index) -> Iterator[Spec]:
             firsts.setdefault((chunk.kind, chunk.name), chunk)
     for (kind, name), chunk in firsts.items():
         shape = index.shapes[name] if chunk.shape is None else chunk.shape
-        yield Spec(kind, name, tuple(shape), dtype_of(chunk.dtype))
+        plain = firsts[PARAM, name] if chunk.is_narrow else chunk  # other formats know nothing of narrow states
+        yield Spec(kind, name, tuple(shape), dtype_of(plain.dtype))
 
 
 def _read(reader: Reader, spec: Spec) -> Tensor:

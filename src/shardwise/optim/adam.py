@@ -38,6 +38,8 @@ class AdamW(Cooperative):
     uses, so that either loads the other's.
     """
 
+    own_settings = frozenset({"state_dtype"})
+
     def __init__(
         self,
         params: Params,
@@ -99,6 +101,13 @@ class AdamW(Cooperative):
         kept = _Kept(state, self._kind(param, self._group_of(param)), self.peers.start_of(param))
         wide = {name: kept.read(name, 0, param.numel()).view(param.shape) for name in MOMENTS}
         return {"step": state["step"], **wide}
+
+    def kept_state(self, param: nn.Parameter) -> dict[str, Any]:
+        return dict(self.state.get(param, {})) if self.narrow_keys(param) else self.dense_state(param)
+
+    def narrow_keys(self, param: nn.Parameter) -> frozenset[str]:
+        """8-bit states are not among them: a code means nothing without the scale of its block."""
+        return frozenset(MOMENTS) if self._kind(param, self._group_of(param)) == "bf16" else frozenset()
 
     def accept_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         """States in fp32, flat or shaped; `None` for zeros."""

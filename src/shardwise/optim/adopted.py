@@ -67,9 +67,24 @@ class AdoptedOptimizer:
         for piece in self.pieces:
             piece.tensor.grad = None
 
+    @property
+    def takes_states_as_they_are(self) -> bool:
+        """Whether `put_state` keeps the tensors it is given; a cooperative optimizer may give them another form."""
+        return not isinstance(self.optimizer, Cooperative)
+
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """The state of one piece as the plain optimizer has it: tensors like the piece, and numbers."""
         return _dense(self.optimizer, piece.tensor) if self.optimizer.state.get(piece.tensor) else {}
+
+    def kept_state_of(self, piece: Piece) -> dict[str, Any]:
+        """The same with `narrow_keys_of` it as they are kept, for whoever only copies it."""
+        if isinstance(self.optimizer, Cooperative) and self.optimizer.state.get(piece.tensor):
+            return self.optimizer.kept_state(piece.tensor)
+        return self.state_of(piece)
+
+    def narrow_keys_of(self, piece: Piece) -> frozenset[str]:
+        """States that this optimizer keeps narrower than the plain one does."""
+        return self.optimizer.narrow_keys(piece.tensor) if isinstance(self.optimizer, Cooperative) else frozenset()
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Take over what `state_of` returns. Tensors of the whole parameter's shape are cut as it was."""

@@ -69,6 +69,8 @@ class Cooperative(torch.optim.Optimizer):
     """Base of optimizers that say what they need instead of being asked whether they are elementwise."""
 
     peers: Peers = Alone()
+    own_settings: frozenset[str] = frozenset()
+    """Settings of a group that say how this run keeps its states, and do not come back from a checkpoint."""
 
     def update_of(self, param: nn.Parameter, group: Mapping[str, Any]) -> Update:
         """What updating the whole `param` with the settings of `group` keeps and needs."""
@@ -77,6 +79,14 @@ class Cooperative(torch.optim.Optimizer):
     def dense_state(self, param: nn.Parameter) -> dict[str, Any]:
         """The state of `param` as the plain optimizer has it: tensors of its shape, and numbers."""
         return dict(self.state.get(param, {}))
+
+    def kept_state(self, param: nn.Parameter) -> dict[str, Any]:
+        """What `dense_state` returns, but for `narrow_keys` as they are kept: nothing is widened to be looked at."""
+        return self.dense_state(param)
+
+    def narrow_keys(self, param: nn.Parameter) -> frozenset[str]:  # noqa: ARG002
+        """States of `param` that are kept narrower than the plain optimizer has them, each element by itself."""
+        return frozenset()
 
     def accept_state(self, param: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Take over what `dense_state` returns."""
