@@ -560,7 +560,8 @@ class Engine:
         sums = [f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()]
         return "\n".join(
             (
-                f"{self.plan.preset} on {self.mesh}, rank {self.world.rank} of {self.world.size}{self._said_transports()}",
+                f"{self.plan.preset} on {self.mesh}, rank {self.world.rank} of {self.world.size}",
+                *self._said_transports(),
                 f"table, computing in {self.table.compute}, gradients travelling in {self.table.wire}",
                 *rows,
                 f"{len(units)} units",
@@ -570,13 +571,14 @@ class Engine:
             )
         )
 
-    def _said_transports(self) -> str:
-        """`, data over shared memory, node over gloo`"""
+    def _said_transports(self) -> list[str]:
+        """`bytes travel along local by shared memory, along node by gloo`"""
         if self.world.size == 1:
-            return ""
+            return []
         collectives = self.world.collectives(self._flats[0].device)
         lines = {axis: self.world.group(self.mesh, axis) for axis in self.mesh.axes if self.mesh.size(axis) > 1}
-        return "".join(f", {axis} over {collectives.transport(line)}" for axis, line in lines.items())
+        said = [f"along {axis} by {collectives.transport(line)}" for axis, line in lines.items()]
+        return [f"bytes travel {', '.join(said)}"]
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"

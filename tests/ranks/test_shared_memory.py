@@ -200,7 +200,7 @@ def test_where_memory_cannot_be_shared_messages_are_sent(
     data = batches(3, rows=12)
     run = sharded_run(model, data, "zero3", 2, None, after=lambda engine: {"how": str(engine)})
     assert_same(run, plain_run(model, data))
-    assert "over threads" in run.extra["how"]
+    assert "along dp by threads" in run.extra["how"]
     assert "share no memory (not allowed to look)" in caplog.text
 
 

@@ -156,7 +156,8 @@ class _Walk:
             source_dtype = summed_dtype
         numel = self.live.get((flat.name, source), 0) // WIDTH[source_dtype]
         copies = 1 if source_dtype == flat.table.wire else 2  # what arrives, and what is cast to be sent
-        self._hold(flat, "staging", copies * (ranks - 1) * (numel // ranks) * WIDTH[flat.table.wire])
+        staged = numel if action.verb == "all_reduce" else (ranks - 1) * (numel // ranks)
+        self._hold(flat, "staging", copies * staged * WIDTH[flat.table.wire])
         if action.verb == "reduce_scatter":
             self._hold(flat, "next", numel // ranks * WIDTH[summed_dtype])
         elif source_dtype != summed_dtype:

@@ -162,7 +162,7 @@ class Mover:
             out = source if in_place else torch.empty_like(source, dtype=dtype)
             self._journal.subject = self._name
             work = self._collectives.all_reduce(out, source, group, self._wire)
-        reduction.start(out, work, self._staging_bytes(source, group))
+        reduction.start(out, work, self._staging_bytes(action, source, group))
 
     def wait_grad(self, *, in_step: bool, is_last: bool) -> None:
         """Finish a step of the reduction; after the last one its result waits with the flat buffer."""
@@ -214,11 +214,14 @@ class Mover:
             source = torch.zeros(span.numel, dtype=torch_dtype(table.grad.dtype), device=self.flat.device)
         return _Reduction(source, self.flat)
 
-    def _staging_bytes(self, source: Tensor, group: Group) -> int:
-        """What the collective holds besides: the others' chunks, and ours if they are cast to be sent."""
+    def _staging_bytes(self, action: Action, source: Tensor, group: Group) -> int:
+        """What the collective holds besides: the others' chunks, and ours if they are cast to be sent.
+
+        For an all-reduce one more chunk, so that the same figure covers a sum that is not made in place.
+        """
         copies = 1 if source.dtype == self._wire else 2
-        num_others = len(group.ranks) - 1
-        return copies * num_others * (source.numel() // len(group.ranks)) * self._wire.itemsize
+        num_chunks = len(group.ranks) - (action.verb != "all_reduce")
+        return copies * num_chunks * (source.numel() // len(group.ranks)) * self._wire.itemsize
 
     def _spanned(self, tensor: Tensor, shard: Axes) -> Tensor:
         span = self.flat.spec.layout.span(shard, self._coordinate)
@@ -235,10 +238,13 @@ class _Reduction:
         self._next: Tensor | None = None
         self._work: Work | None = None
         self._staging_bytes = 0
+        self._is_replaced = False
+        """Whether what is on its way takes the place of `current`, byte for byte."""
         self.num_started = 0
 
     def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
-        if out is not self.current:
+        self._is_replaced = out is self.current or (out.shape, out.dtype) == (self.current.shape, self.current.dtype)
+        if not self._is_replaced:
             self._meter.hold("working", out.nbytes)
         self._meter.hold("working", staging_bytes)
         self._next, self._work, self._staging_bytes = out, work, staging_bytes
@@ -249,7 +255,7 @@ class _Reduction:
             return
         self._work.wait()
         self._meter.drop("working", self._staging_bytes)
-        if self._next is not self.current:
+        if not self._is_replaced:
             self._meter.drop("working", self.current.nbytes)
         self.current, self._next, self._work = self._next, None, None
 
