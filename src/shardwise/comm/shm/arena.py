@@ -13,7 +13,7 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from shardwise.comm.shm.file import SharedFile, give_back, place_for, whole_pages
+from shardwise.comm.shm.file import SharedFile, give_back, whole_pages
 
 Tensor = torch.Tensor
 _SMALL_BYTES = 2**16
@@ -88,7 +88,7 @@ class Arena:
 
     def _make(self, num_bytes: int) -> Block:
         unused = self._unused[num_bytes]
-        offset = unused.pop() if unused else place_for(num_bytes, self._end)
+        offset = unused.pop() if unused else self._end
         block = Block(offset, self._file.map(offset, num_bytes))
         self._end = max(self._end, offset + num_bytes)
         self._blocks.append(block)

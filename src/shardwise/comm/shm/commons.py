@@ -21,7 +21,7 @@ import torch
 from shardwise.comm.commons import Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
-from shardwise.comm.shm.file import PAGE, SharedFile, bytes_of, forget, place_for, whole_pages
+from shardwise.comm.shm.file import PAGE, SharedFile, bytes_of, forget, whole_pages
 from shardwise.comm.shm.neighbours import Neighbours
 
 Tensor = torch.Tensor
@@ -63,11 +63,10 @@ class SharedCommons:
         self._last: Entry | None = None
         self._is_settled = True
         self.pieces: list[SharedPiece] = []
-        end = head
+        offset = head
         for part in parts:
-            offset = place_for(part.num_bytes, end)
             self.pieces.append(SharedPiece(self, file, offset, part))
-            end = offset + whole_pages(part.num_bytes)
+            offset += whole_pages(part.num_bytes)
 
     def open(self) -> None:
         self._num_opened += 1

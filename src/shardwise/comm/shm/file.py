@@ -17,7 +17,6 @@ import torch
 
 Tensor = torch.Tensor
 PAGE = mmap.PAGESIZE
-_LARGE_PAGE_BYTES = 2**21
 _SPARSE_BYTES = 2**40
 """The length of every file. Only pages that were written take memory."""
 
@@ -29,12 +28,6 @@ def is_possible() -> bool:
 
 def whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
-
-
-def place_for(num_bytes: int, start: int) -> int:
-    """The first offset from `start` on at which so many bytes may lie: on a large page's edge, if they fill one."""
-    edge = _LARGE_PAGE_BYTES if num_bytes >= _LARGE_PAGE_BYTES else PAGE
-    return -(-start // edge) * edge
 
 
 class SharedFile:
@@ -56,27 +49,18 @@ class SharedFile:
 
     def map(self, offset: int, num_bytes: int) -> mmap.mmap:
         """Some of it, to read and write. `offset` and `num_bytes` are of whole pages."""
-        return _in_large_pages(mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED, offset=offset))
+        return mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED, offset=offset)
 
     def map_privately(self, offset: int, num_bytes: int) -> mmap.mmap:
         """Some of it, to read; what is written here is seen by nobody else, and hides what others write."""
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-        return _in_large_pages(mmap.mmap(self.descriptor, num_bytes, flags=flags, offset=offset))
+        return mmap.mmap(self.descriptor, num_bytes, flags=flags, offset=offset)
 
     def close(self) -> None:
         """What is mapped stays mapped."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
-
-
-def _in_large_pages(mapped: mmap.mmap) -> mmap.mmap:
-    """Where the system lets us, fewer and larger pages: less time to make them, and to find what lies in them."""
-    num_bytes = len(mapped) // _LARGE_PAGE_BYTES * _LARGE_PAGE_BYTES  # never a page of which most lies outside
-    if num_bytes:
-        with suppress(OSError):
-            mapped.madvise(mmap.MADV_HUGEPAGE, 0, num_bytes)
-    return mapped
 
 
 def bytes_of(mapped: mmap.mmap) -> Tensor:
