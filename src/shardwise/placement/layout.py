@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardwise.mesh import Mesh
 from shardwise.placement.place import Axes
@@ -42,11 +43,11 @@ class Slot:
     shape: tuple[int, ...]
     start: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def span(self) -> Span:
         return Span(self.start, self.start + self.numel)
 

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.comm import Collectives, Group, Work
 from shardwise.errors import CommError
-from shardwise.placement import Axes
+from shardwise.placement import Axes, Span
 from shardwise.program import Action, reduce_due, step_gradients
 from shardwise.storage import Flat, FullState, torch_dtype
 
@@ -33,6 +33,7 @@ class Mover:
         self._name = flat.name
         self._coordinate = {axis: group.index for axis, group in groups.items()}
         self._wire = torch_dtype(flat.spec.table.wire)
+        self._spans: dict[Axes, Span] = {}
         self._spread: Axes = ()
         self._arriving: Work | None = None
         self._reduction: _Reduction | None = None
@@ -224,7 +225,9 @@ class Mover:
         return copies * num_chunks * (source.numel() // len(group.ranks)) * self._wire.itemsize
 
     def _spanned(self, tensor: Tensor, shard: Axes) -> Tensor:
-        span = self.flat.spec.layout.span(shard, self._coordinate)
+        span = self._spans.get(shard)
+        if span is None:
+            span = self._spans[shard] = self.flat.spec.layout.span(shard, self._coordinate)
         return tensor[span.start : span.stop]
 
 

@@ -25,6 +25,8 @@ from shardwise.storage.dtypes import torch_dtype
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
+_SMALL_NUMEL = 2**16
+"""Up to so many elements one call costs more than what it does."""
 
 
 class FullState(Enum):
@@ -210,8 +212,11 @@ class Flat:
         if self.inbox is None:
             allocate = partial(_empty, self.device) if self._waits_in_inbox else self.allocate
             self.inbox = allocate(self.spec.numel, self._inbox_dtype)
-            for gap in self._gaps:
-                _part(self.inbox, gap).zero_()
+            if self.spec.numel <= _SMALL_NUMEL:
+                self.inbox.zero_()
+            else:
+                for gap in self._gaps:
+                    _part(self.inbox, gap).zero_()
             self.meter.hold("grad" if self._waits_in_inbox else "working", self.inbox.nbytes)
         slot = self.slots[index]
         view = self.inbox[slot.start : slot.span.stop].view(slot.shape)
