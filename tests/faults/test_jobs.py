@@ -64,7 +64,9 @@ def told(out: Path, rank: int) -> tuple[float, str, str]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_all_others_raise_soon_when_a_rank_is_killed(num_ranks: int, tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").glob("*"))
     codes = run_plainly(num_ranks, "kill", tmp_path)
+    assert set(Path("/dev/shm").glob("*")) <= before  # what ranks share has no name that could stay
     victim = num_ranks - 1
     assert codes[victim] == -9
     for rank in range(victim):

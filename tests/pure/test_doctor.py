@@ -40,6 +40,8 @@ FULL = Gpu("L4", 9, 1)
         (checks.check_shm(64 * 2**20, 60 * 2**20), "warn", "60.0 MiB free of 64.0 MiB"),
         (checks.check_shm(8 * GIB, 8 * GIB), "ok", "8.0 GiB free of 8.0 GiB"),
         (checks.check_shm(None, 0), "warn", "not there"),
+        (checks.check_shared_memory(""), "ok", "one process reads another's"),
+        (checks.check_shared_memory("Permission denied"), "warn", "Permission denied"),
         (checks.check_allocator({}, "glibc"), "ok", "MALLOC_MMAP_THRESHOLD_ is not set"),
         (
             checks.check_allocator({"MALLOC_MMAP_THRESHOLD_": "1M"}, "glibc"),

@@ -74,6 +74,14 @@ def check_shm(total_bytes: int | None, free_bytes: int) -> Check:
     return Check("/dev/shm", "ok", found)
 
 
+def check_shared_memory(obstacle: str) -> Check:
+    """Whether ranks of this host can share memory, or what keeps them from it."""
+    if obstacle:
+        cure = "Ranks send each other messages instead, which takes longer. Linux lets processes of one user share it."
+        return Check("shared memory", "warn", obstacle, cure)
+    return Check("shared memory", "ok", "one process reads another's")
+
+
 def check_allocator(environ: Mapping[str, str], libc: str) -> Check:
     """glibc returns large blocks to the system only if they were mapped; a fixed threshold keeps them so.
 

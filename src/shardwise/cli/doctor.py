@@ -22,6 +22,7 @@ from shardwise.cli import checks
 from shardwise.cli.checks import Check
 from shardwise.cli.machine import Cgroups, TorchFacts, host_memory, num_cores
 from shardwise.cli.meeting import meet
+from shardwise.cli.sharing import obstacle_to_sharing
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -57,6 +58,7 @@ def examine(timeout_seconds: float) -> Iterator[Check]:
     yield checks.check_cores(num_cores(), cgroups.cpu_limit())
     yield checks.check_memory(cgroups.memory(host_memory()))
     yield _ask_shm(Path("/dev/shm"))
+    yield checks.check_shared_memory(obstacle_to_sharing())
     yield checks.check_allocator(os.environ, platform.libc_ver()[0])
     yield checks.check_threads(os.environ, num_cores())
     if isinstance(facts, TorchFacts):
