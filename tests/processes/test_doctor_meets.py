@@ -25,7 +25,9 @@ def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     statuses = {check["name"]: check["status"] for check in report["checks"]}
     assert statuses["python"] == statuses["torch"] == statuses["distributed"] == statuses["loopback"] == "ok"
     assert report["healthy"] == ("fail" not in statuses.values()) == (status == 0)
-    assert {"cores", "memory", "/dev/shm", "shared memory", "allocator", "threads", "gpus", "temp folder"} <= set(statuses)
+    assert {"cores", "memory", "/dev/shm", "shared memory", "allocator", "threads", "gpus", "temp folder"} <= set(
+        statuses
+    )
 
 
 def test_ranks_that_never_meet_are_ended() -> None:

@@ -21,7 +21,9 @@ def obstacle_to_sharing() -> str:
     try:
         os.write(descriptor, _WORD)
         place = f"/proc/{os.getpid()}/fd/{descriptor}"
-        reader = subprocess.run([sys.executable, "-S", "-c", _READER, place], capture_output=True, check=False, timeout=30)
+        reader = subprocess.run(
+            [sys.executable, "-S", "-c", _READER, place], capture_output=True, check=False, timeout=30
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     finally:

@@ -25,8 +25,6 @@ from shardwise.storage.dtypes import torch_dtype
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
-_SMALL_NUMEL = 2**18
-"""Up to so many elements the calls that lay gradients into a buffer one by one cost more than the copying."""
 
 
 class FullState(Enum):
@@ -84,8 +82,6 @@ class Flat:
         self.inbox: Tensor | None = None
         self.grad: Tensor | None = None
         self.due: Tensor | None = None
-        self._late: dict[int, Tensor] = {}
-        """Gradients of a small buffer that have come, and are laid into the inbox together."""
         self._in_inbox = [False] * len(self.slots)
         self._gaps = _gaps(self.slots, spec.numel)
         self.touched = [False] * len(self.slots)
@@ -211,51 +207,21 @@ class Flat:
 
     def arrive(self, index: int, grad: Tensor) -> None:
         """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
-        if self.spec.numel <= _SMALL_NUMEL and not self._in_inbox[index] and self.inbox is None:
-            self._late[index] = grad
-        else:
-            self._lay_late()
-            self._lay(index, grad, self._opened_inbox())
-        self._in_inbox[index] = True
-        self.touched[index] = True
-        self._arrived.add(index)
-
-    def _lay(self, index: int, grad: Tensor, inbox: Tensor) -> None:
+        if self.inbox is None:
+            allocate = partial(_empty, self.device) if self._waits_in_inbox else self.allocate
+            self.inbox = allocate(self.spec.numel, self._inbox_dtype)
+            for gap in self._gaps:
+                _part(self.inbox, gap).zero_()
+            self.meter.hold("grad" if self._waits_in_inbox else "working", self.inbox.nbytes)
         slot = self.slots[index]
-        view = inbox[slot.start : slot.span.stop].view(slot.shape)
+        view = self.inbox[slot.start : slot.span.stop].view(slot.shape)
         if self._in_inbox[index]:
             view.add_(grad, alpha=self._scale)
         else:
             torch.mul(grad, self._scale, out=view)
-
-    def _lay_late(self) -> None:
-        """All that has come for a small buffer, in one pass; zero where nothing has."""
-        late, self._late = self._late, {}
-        if not late:
-            return
-        nothing = next(iter(late.values())).new_zeros(self.spec.numel - sum(grad.numel() for grad in late.values()))
-        pieces, end = [], 0
-        for index, grad in sorted(late.items()):
-            slot = self.slots[index]
-            pieces += [nothing[: slot.start - end], grad.reshape(-1)]
-            end = slot.span.stop
-        inbox = self._make_inbox()
-        torch.cat([*pieces, nothing[: self.spec.numel - end]], out=inbox)
-        inbox.mul_(self._scale)
-
-    def _opened_inbox(self) -> Tensor:
-        if self.inbox is not None:
-            return self.inbox
-        inbox = self._make_inbox()
-        for gap in self._gaps:
-            _part(inbox, gap).zero_()
-        return inbox
-
-    def _make_inbox(self) -> Tensor:
-        allocate = partial(_empty, self.device) if self._waits_in_inbox else self.allocate
-        self.inbox = allocate(self.spec.numel, self._inbox_dtype)
-        self.meter.hold("grad" if self._waits_in_inbox else "working", self.inbox.nbytes)
-        return self.inbox
+        self._in_inbox[index] = True
+        self.touched[index] = True
+        self._arrived.add(index)
 
     def complete(self) -> bool:
         """Whether every parameter's gradient of this backward has come."""
@@ -267,7 +233,7 @@ class Flat:
 
     def has_partial_inbox(self) -> bool:
         """Whether gradients lie in an inbox that should have been reduced by now."""
-        return (self.inbox is not None or bool(self._late)) and not self._waits_in_inbox
+        return self.inbox is not None and not self._waits_in_inbox
 
     def open_inbox(self) -> Tensor:
         """What the backward left, ready to be reduced; zeros if it left nothing here."""
@@ -276,7 +242,6 @@ class Flat:
 
     def close_inbox(self) -> Tensor | None:
         """What the backward left, zero for parameters that it did not reach."""
-        self._lay_late()
         inbox, self.inbox = self.inbox, None
         if inbox is None:
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from shardwise.comm.shm.file import SharedFile, give_back, whole_pages
 Tensor = torch.Tensor
 _SMALL_BYTES = 2**16
 """Below this, blocks are kept apart: a few bytes shall not occupy the block of a unit."""
+_NUM_KEPT = 2
+"""As many are used in turn: one is filled while another is read."""
 
 
 class Block:
@@ -59,20 +62,29 @@ class Arena:
 
     def take(self, num_bytes: int) -> Tensor:
         """`num_bytes` of undefined content, uint8. Raises `OSError` if the system has no more."""
-        wanted = whole_pages(max(1, num_bytes))
-        is_small = wanted < _SMALL_BYTES
-        idle = [block for block in self._blocks if block.is_idle and (block.num_bytes < _SMALL_BYTES) == is_small]
-        fitting = [block for block in idle if block.num_bytes >= wanted]
-        if not fitting:
-            for block in idle if not is_small else ():
-                self._give_back(block)
-            fitting = [self._make(wanted)]
-        return min(fitting, key=lambda block: block.num_bytes).tensor(num_bytes)
+        found = self._smallest(num_bytes, lambda block: block.is_idle)
+        return (found or self._make(num_bytes)).tensor(num_bytes)
+
+    def soon(self, num_bytes: int) -> Block | None:
+        """A block to wait for rather than to make another one: what is on its way to be read, while none is idle.
+
+        `None` where there is an idle one, or only few blocks.
+        """
+        if num_bytes < _SMALL_BYTES or self._smallest(num_bytes, lambda block: block.is_idle):
+            return None
+        large = [block for block in self._blocks if block.num_bytes >= _SMALL_BYTES]
+        return self._smallest(num_bytes, lambda block: not block.has_tensor) if len(large) >= _NUM_KEPT else None
+
+    def _smallest(self, num_bytes: int, fits: Callable[[Block], bool]) -> Block | None:
+        is_small = num_bytes < _SMALL_BYTES
+        alike = (block for block in self._blocks if (block.num_bytes < _SMALL_BYTES) == is_small)
+        fitting = [block for block in alike if block.num_bytes >= num_bytes and fits(block)]
+        return min(fitting, key=lambda block: block.num_bytes, default=None)
 
     def rest(self) -> None:
-        """Give back the pages of all idle blocks but the largest."""
+        """Give back the pages of all idle blocks but the largest few."""
         idle = sorted((block for block in self._blocks if block.is_idle), key=lambda block: block.num_bytes)
-        for block in idle[:-1]:
+        for block in idle[:-_NUM_KEPT]:
             self._give_back(block)
 
     def find(self, tensor: Tensor) -> tuple[Block, int] | None:
@@ -86,7 +98,11 @@ class Arena:
     def close(self) -> None:
         self._blocks.clear()
 
-    def _make(self, num_bytes: int) -> Block:
+    def _make(self, wanted: int) -> Block:
+        num_bytes = whole_pages(max(1, wanted))
+        if num_bytes >= _SMALL_BYTES:  # the idle ones are too short, and would only be kept beside it
+            for block in [block for block in self._blocks if block.is_idle and block.num_bytes >= _SMALL_BYTES]:
+                self._give_back(block)
         unused = self._unused[num_bytes]
         offset = unused.pop() if unused else self._end
         block = Block(offset, self._file.map(offset, num_bytes))

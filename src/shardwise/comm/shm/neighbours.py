@@ -8,6 +8,7 @@ import mmap
 import os
 import select
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ Exchange = Callable[[bytes], list[bytes]]
 Found = TypeVar("Found")
 _LOOK_SECONDS = 0.05
 """How often a wait looks whether the other still lives."""
+_PATIENCE_SECONDS = 0.005
 _NUM_MAPPED = 64
 _KEPT_BYTES = 2**16
 _log = logging.getLogger("shardwise")
@@ -103,6 +105,8 @@ class Neighbours:
     def buffer(self, num_bytes: int) -> Tensor:
         """Memory whose content can be offered as it lies there: uint8, undefined."""
         self._tidy()
+        if (block := self._arena.soon(num_bytes)) is not None:
+            self._wait_briefly(block)
         return self._arena.take(num_bytes)
 
     def rest(self) -> None:
@@ -199,6 +203,18 @@ class Neighbours:
             else:
                 still.append(lent)
         self._lent = still
+
+    def _wait_briefly(self, block: Block) -> None:
+        """For the readers of `block`, who mostly take less time than fresh pages do. They may need us first."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        for lent in [lent for lent in self._lent if lent.block is block]:
+            for place in lent.places:
+                news = self._desks[self.ranks[place]].news
+                seen = news.value
+                while not self._has_read(lent, place) and (left := until - time.monotonic()) > 0:
+                    news.wait_while(seen, left)
+                    seen = news.value
+        self._tidy()
 
     def _has_read(self, lent: _Lent, place: int) -> bool | None:
         return self._own.is_read(lent.slot, [place]) or None
