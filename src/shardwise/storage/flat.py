@@ -72,7 +72,7 @@ class Flat:
         self.common: Common | None = None
         """Where the parameters rest, if that is common memory; given before the first values."""
         self.allocate: Callable[[int, torch.dtype], Tensor] = partial(_empty, device)
-        """Makes memory for gradients that are sent at once."""
+        """Makes memory for what is sent from where it lies: gradients, and parameters that are updated in parts."""
         self._waits_in_inbox = not reduce_due(spec)
         at_rest = table.grad.dtype if self._waits_in_inbox else table.wire
         self._inbox_dtype = torch_dtype(at_rest)
@@ -138,12 +138,14 @@ class Flat:
         """Memory for what this rank keeps, zero between the parameters. Returns each parameter's view of `full`."""
         table = self.spec.table
         compute = torch_dtype(table.compute)
-        make = torch.zeros if self.spec.resident else torch.empty
         if self.common is not None:
             self.full = self.common.whole.view(compute)
             self.param = self.common.own.view(compute)
+        elif self.spec.resident:  # what is updated in parts is sent from where it lies
+            allocate = self.allocate if table.optim.shard else partial(_empty, self.device)
+            self.full = allocate(self.spec.numel, compute).zero_()
         else:
-            self.full = make(self.spec.numel, dtype=compute, device=self.device)
+            self.full = _empty(self.device, self.spec.numel, compute)
         views = [_part(self.full, slot.span).view(slot.shape) for slot in self.slots]
         if self.spec.resident:
             self.param = self.full

@@ -18,7 +18,8 @@ from shardwise.comm.shm.file import SharedFile, give_back, whole_pages
 
 Tensor = torch.Tensor
 _SMALL_BYTES = 2**16
-"""Below this, blocks are kept apart: a few bytes shall not occupy the block of a unit."""
+_MOST_WASTE = 1.5
+"""A few bytes shall not occupy the block of a unit: up to so many times what is asked for, and among small ones any."""
 _NUM_KEPT = 2
 """As many are used in turn: one is filled while another is read."""
 
@@ -76,9 +77,8 @@ class Arena:
         return self._smallest(num_bytes, lambda block: not block.has_tensor) if len(large) >= _NUM_KEPT else None
 
     def _smallest(self, num_bytes: int, fits: Callable[[Block], bool]) -> Block | None:
-        is_small = num_bytes < _SMALL_BYTES
-        alike = (block for block in self._blocks if (block.num_bytes < _SMALL_BYTES) == is_small)
-        fitting = [block for block in alike if block.num_bytes >= num_bytes and fits(block)]
+        longest = max(_SMALL_BYTES, _MOST_WASTE * num_bytes)
+        fitting = [block for block in self._blocks if num_bytes <= block.num_bytes <= longest and fits(block)]
         return min(fitting, key=lambda block: block.num_bytes, default=None)
 
     def rest(self) -> None:
@@ -100,7 +100,7 @@ class Arena:
 
     def _make(self, wanted: int) -> Block:
         num_bytes = whole_pages(max(1, wanted))
-        if num_bytes >= _SMALL_BYTES:  # the idle ones are too short, and would only be kept beside it
+        if num_bytes >= _SMALL_BYTES:  # the idle ones do not fit, and would only be kept beside it
             for block in [block for block in self._blocks if block.is_idle and block.num_bytes >= _SMALL_BYTES]:
                 self._give_back(block)
         unused = self._unused[num_bytes]

@@ -17,7 +17,7 @@ from shardwise.comm.shm.commons import SharedCommons
 from shardwise.comm.shm.file import SharedFile
 from shardwise.comm.shm.neighbours import Neighbours
 from shardwise.comm.small import exchange
-from shardwise.comm.work import Work
+from shardwise.comm.work import Done, Work
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
 
@@ -133,15 +133,20 @@ class Shared:
     def _gather(self, verb: str, full: Tensor, group: Group) -> Work:
         entry = self.journal.enter(verb, group, full.numel(), full.dtype)
         chunks = full.chunk(len(group.ranks))
-        self._give(verb, chunks[group.index], group, entry.tag)
-        return self._work(entry, lambda: self._fetch(chunks, group, entry.tag, full.dtype))
-
-    def _give(self, verb: str, own: Tensor, group: Group, tag: int) -> None:
-        """Offer a copy of `own` to all others."""
         readers = [rank for _, rank in others(group)]
-        if readers:
-            self._count(verb, group, len(readers) * own.nbytes)
-            self._neighbours.offer(self._copied(own), tag, readers)
+        if not readers:
+            return Done()
+        own = chunks[group.index]
+        self._count(verb, group, len(readers) * own.nbytes)
+        is_lent = self._neighbours.lies_open(own)
+        offered = self._neighbours.offer(own if is_lent else self._copied(own), entry.tag, readers)
+
+        def fetch() -> None:
+            self._fetch(chunks, group, entry.tag, full.dtype)
+            if is_lent:  # the caller may write to it next
+                self._neighbours.await_readers(offered)
+
+        return self._work(entry, fetch)
 
     def _fetch(self, chunks: Sequence[Tensor], group: Group, tag: int, wire: torch.dtype) -> None:
         for place, rank in others(group):
