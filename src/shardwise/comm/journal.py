@@ -13,6 +13,7 @@ recorded order, and gathers just in time what others gather ahead, still sends t
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -39,6 +40,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
 _COLLECTIVES = tuple(f"comm/{name}.py" for name in ("pairwise", "nccl", "small", "shm/collectives", "shm/commons"))
 _EXCHANGE = "World.exchange"  # which many call, for different ends
+_LOOKING = threading.Lock()
 _LineKey = tuple[str, int, int, int]
 # One is made for every collective: number, tag, action, what it is called without one, length, backwards.
 _Record = tuple[int, int, Action | None, str, int, int]
@@ -223,9 +225,26 @@ def _calls() -> tuple[str, str]:
     return inner or "exchange", f"{outer or 'exchange'}()"
 
 
+def _frame_of(thread_id: int) -> FrameType | None:
+    """Where a thread is.
+
+    [Note: frames and garbage] The interpreter makes the list of frames under a lock that a new thread needs as well. If
+    making it starts a garbage collection, what that calls may hand over to a thread that waits for the lock, and
+    nobody moves any more (CPython gh-106883; seen with 3.11.7). So there is none meanwhile.
+    """
+    with _LOOKING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread_id)
+        finally:
+            if collects:
+                gc.enable()
+
+
 def _where(thread_id: int) -> tuple[str, str]:
     """The library's function that a thread is in, and the line of the user's code: `("save()", "train.py:41")`."""
-    frame = sys._current_frames().get(thread_id)
+    frame = _frame_of(thread_id)
     call = ""
     while frame is not None:
         file = frame.f_code.co_filename
