@@ -52,6 +52,7 @@ def train(
     also: Callable[[sw.Engine, int], object] | None = None,
     catches: tuple[type[BaseException], ...] = (),
     timeout_seconds: float = 30,
+    shares_memory: bool = True,
 ) -> list[Outcome]:
     """Losses of five steps, or the fault, by rank. `also` is called before each step."""
     torch.manual_seed(0)
@@ -86,7 +87,9 @@ def train(
                 return error
         return losses
 
-    return run_ranks(NUM_RANKS, rank, patience_seconds=0.3, timeout_seconds=timeout_seconds)
+    return run_ranks(
+        NUM_RANKS, rank, patience_seconds=0.3, timeout_seconds=timeout_seconds, shares_memory=shares_memory
+    )
 
 
 def the_letter(outcomes: list[Outcome]) -> FaultError:
@@ -113,7 +116,7 @@ def test_a_backward_or_step_left_out(preset: str, what: str, step: int) -> None:
 
 @pytest.mark.parametrize("step", [0, 3], ids=["while-recorded", "while-followed"])
 def test_a_module_left_out(step: int) -> None:
-    error = the_letter(train(skip_at(1, step, "block")))
+    error = the_letter(train(skip_at(1, step, "block"), shares_memory=False))
     assert error.kind in ("contradiction", "deadlock")  # rank 1 has left its program, and wants to agree
     assert 1 in error.ranks
     assert "blocks." in str(error)
@@ -190,9 +193,21 @@ def test_a_rank_that_raises(point: str) -> None:
     assert f"Rank 1 raised InjectedError: rank 1 was to fail at step 2, {point}" in str(seen[0])
 
 
+def test_a_module_left_out_is_found_where_nothing_is_gathered() -> None:
+    """In common memory forwards may differ; the backward may not."""
+    assert the_letter(train(skip_at(1, 0, "block"))).kind in ("contradiction", "deadlock")
+
+
+def test_an_iteration_cut_short_is_as_good_as_none_where_nothing_is_gathered() -> None:
+    """It has sent nothing. It ends one step before the others, who are told."""
+    outcomes = train(fail_at(1, 2, "inside"), catches=(InjectedError,))
+    assert isinstance(outcomes[1], list)
+    assert [str(outcomes[rank]).startswith("Rank 1 has ended") for rank in (0, 2)] == [True, True]
+
+
 def test_an_exception_that_one_rank_catches_is_told() -> None:
     """It goes on with the next batch; the others are still in this one."""
-    error = the_letter(train(fail_at(1, 2, "inside"), catches=(InjectedError,)))
+    error = the_letter(train(fail_at(1, 2, "inside"), catches=(InjectedError,), shares_memory=False))
     assert (error.kind, error.ranks) == ("contradiction", (1,))
     assert "shortly before it raised InjectedError: rank 1 was to fail at step 2, inside" in str(error)
 
