@@ -121,6 +121,19 @@ def test_broadcast_and_exchange(run_ranks: RunRanks, num_ranks: int) -> None:
     run_ranks(num_ranks, rank)
 
 
+def test_nothing_travels_as_nothing(run_ranks: RunRanks) -> None:
+    def rank(world: sw.World) -> int:
+        collectives, nothing = world.collectives(torch.device("cpu")), torch.zeros(0)
+        collectives.all_gather(nothing, world.everybody).wait()
+        collectives.reduce_scatter(nothing, torch.zeros(0), world.everybody, torch.float32).wait()
+        collectives.all_reduce(nothing, nothing, world.everybody, torch.bfloat16).wait()
+        collectives.broadcast(nothing, 1, world.everybody).wait()
+        world.barrier()
+        return nothing.numel()
+
+    assert run_ranks(3, rank) == [0, 0, 0]
+
+
 def test_lines_of_a_mesh_do_not_mix(run_ranks: RunRanks) -> None:
     mesh = Mesh.of({"node": 2, "local": 3}, 6)
 

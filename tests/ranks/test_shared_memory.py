@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import mmap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from twins import Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run, sharded_run
 
 import shardwise as sw
-from shardwise.comm.shm import neighbours
+from shardwise.comm.shm import neighbours, word
 from shardwise.comm.shm.arena import Arena
 from shardwise.comm.shm.desk import NUM_OFFERS
 from shardwise.comm.shm.file import SharedFile, is_possible
@@ -172,12 +173,11 @@ def test_nothing_stays_mapped(model: Transformer) -> None:
 @pytest.mark.parametrize("preset", ["hsdp", "hpz", "zero3", "zero1"])
 def test_lines_beyond_a_host_go_by_messages(preset: str, model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts of two ranks: the inner axis shares memory, the outer one does not."""
-    plain_meet = neighbours.Neighbours.meet
 
-    def meet(rank: int, exchange: neighbours.Exchange) -> neighbours.Neighbours | None:
-        return plain_meet(rank, exchange, host="ab"[rank // 2])
+    def host() -> str:
+        return "ab"[int(threading.current_thread().name.removeprefix("rank ")) // 2]
 
-    monkeypatch.setattr(neighbours.Neighbours, "meet", meet)
+    monkeypatch.setattr(neighbours, "_host", host)
     transports: list[list[str]] = []
 
     def after(engine: sw.Engine) -> dict[str, Any]:
@@ -204,6 +204,29 @@ def test_where_memory_cannot_be_shared_messages_are_sent(
     assert "share no memory (not allowed to look)" in caplog.text
 
 
+def test_where_nothing_can_rest_in_common_collectives_still_share(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No address space for the whole on one rank: parameters rest apart on all, and are gathered through blocks."""
+    plain_map = SharedFile.map_privately
+
+    def refuse(self: SharedFile, offset: int, num_bytes: int) -> mmap.mmap:
+        if threading.current_thread().name == "rank 1":
+            raise OSError("Cannot allocate memory")
+        return plain_map(self, offset, num_bytes)
+
+    monkeypatch.setattr(SharedFile, "map_privately", refuse)
+
+    def after(engine: sw.Engine) -> dict[str, Any]:
+        return {"how": str(engine), "rests_apart": all(flat.common is None for flat in engine._flats)}
+
+    data = batches(5, rows=12)
+    run = sharded_run(model, data, "zero3", 3, None, after=after)
+    assert_same(run, plain_run(model, data))
+    assert "by shared memory" in run.extra["how"]
+    assert run.extra["rests_apart"]
+
+
 # -- the parts ----------------------------------------------------------------------------------------------
 
 
@@ -226,6 +249,31 @@ def test_more_offers_than_there_are_places_for() -> None:
         return float(torch.stack(tensors).sum())
 
     assert run_ranks(2, rank) == [3.0 * sum(range(NUM_OFFERS + 20))] * 2
+
+
+@pytest.mark.parametrize("by_futex", [True, False], ids=["futex", "naps"])
+def test_a_word_wakes_who_waits(by_futex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not by_futex:
+        monkeypatch.setattr(word, "_FUTEX", None)
+    file = SharedFile.create()
+    writer, reader = (word.Word(file.map(0, mmap.PAGESIZE), 0) for _ in range(2))
+    seen = reader.value
+    reader.wait_while(seen, 0.01)
+    assert reader.value == seen  # time was up
+    woken = threading.Event()
+
+    def wait() -> None:
+        while reader.value == seen:
+            reader.wait_while(seen, 20)
+        woken.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    writer.advance()
+    assert woken.wait(10)  # long before the 20 seconds are over
+    waiting.join()
+    assert reader.value == writer.value == seen + 1
+    reader.wait_while(seen, 20)  # it is another by now
 
 
 def test_blocks_are_used_again_once_nobody_needs_them() -> None:

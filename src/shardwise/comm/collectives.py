@@ -69,7 +69,7 @@ class Collectives(Protocol):
         ...
 
     def rest(self) -> None:
-        """Between two steps: let go of memory that was kept for the next `buffer`, but for the largest."""
+        """Between two steps: let go of most of the memory that was kept for the next `buffer`."""
         ...
 
     def commons(self, group: Group, parts: Sequence[Part]) -> Commons | None:

@@ -48,6 +48,8 @@ class Shared:
             return self._pairs.reduce_scatter(out, source, group, wire)
         self.ledger.called("reduce_scatter", group.axis)
         entry = self.journal.enter("reduce_scatter", group, source.numel(), wire)
+        if not source.numel():
+            return Done()
         self._offer_summands("reduce_scatter", source, group, wire, entry.tag)
         return self._work(entry, lambda: self._add_up(out, source, group, wire, entry.tag))
 
@@ -56,6 +58,8 @@ class Shared:
             return self._pairs.all_reduce(out, source, group, wire)
         self.ledger.called("all_reduce", group.axis)
         entry = self.journal.enter("all_reduce", group, source.numel(), wire)
+        if not source.numel():
+            return Done()
         self._offer_summands("all_reduce", source, group, wire, entry.tag)
         return self._work(entry, lambda: self._sum_everywhere(out, source, group, wire, entry.tag))
 
@@ -67,7 +71,7 @@ class Shared:
         for place, rank in others(group):
             if sent[place].numel():
                 self._count("all_to_all", group, sent[place].nbytes)
-                self._neighbours.offer(self._laid_open(sent[place]), entry.tag, [rank], to_one=True)
+                self._neighbours.offer(self._copied(sent[place]), entry.tag, [rank], to_one=True)
 
         def fetch() -> None:
             for place, rank in others(group):
@@ -81,13 +85,15 @@ class Shared:
             return self._pairs.broadcast(tensor, root, group)
         self.ledger.called("broadcast", group.axis)
         entry = self.journal.enter("broadcast", group, tensor.numel(), tensor.dtype)
+        if not tensor.numel():
+            return Done()
         if group.ranks[group.index] != root:
             return self._work(entry, lambda: self._neighbours.take(root, entry.tag, _copy_into(tensor, tensor.dtype)))
         readers = [rank for rank in group.ranks if rank != root]
         if readers:
             self._count("broadcast", group, len(readers) * tensor.nbytes)
             self._neighbours.offer(self._copied(tensor), entry.tag, readers)
-        return self._work(entry, lambda: None)
+        return Done()
 
     def exchange(self, message: bytes, group: Group) -> list[bytes]:
         if not self._is_near(group):
@@ -134,7 +140,7 @@ class Shared:
         entry = self.journal.enter(verb, group, full.numel(), full.dtype)
         chunks = full.chunk(len(group.ranks))
         readers = [rank for _, rank in others(group)]
-        if not readers:
+        if not readers or not full.numel():
             return Done()
         own = chunks[group.index]
         self._count(verb, group, len(readers) * own.nbytes)
@@ -193,9 +199,6 @@ class Shared:
         self._fetch(chunks, group, tag ^ 1, wire)
         if lies_open:  # the caller may write to `out` next
             self._neighbours.await_readers(given)
-
-    def _laid_open(self, tensor: Tensor) -> Tensor:
-        return tensor if self._neighbours.lies_open(tensor) else self._copied(tensor)
 
     def _copied(self, tensor: Tensor) -> Tensor:
         copy = self.buffer(tensor.numel(), tensor.dtype)

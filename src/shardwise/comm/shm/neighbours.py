@@ -28,8 +28,10 @@ Found = TypeVar("Found")
 _LOOK_SECONDS = 0.05
 """How often a wait looks whether the other still lives."""
 _PATIENCE_SECONDS = 0.005
+"""How long a rank waits for readers before it makes a block: some times what that takes."""
 _NUM_MAPPED = 64
 _KEPT_BYTES = 2**16
+"""What is read of a neighbour stays in this process's pages up to this size: to take it out costs as much."""
 _log = logging.getLogger("shardwise")
 
 
@@ -63,17 +65,15 @@ class Neighbours:
         self._is_cut = threading.Event()
 
     @classmethod
-    def meet(cls, rank: int, exchange: Exchange, host: str = "") -> Neighbours | None:
+    def meet(cls, rank: int, exchange: Exchange) -> Neighbours | None:
         """Find the ranks of this host. All ranks of the world call; `exchange` gives everybody's message, by rank.
-
-        `host` is what the ranks of one host have in common; it is found out if it is not given.
 
         `None` on all ranks of a host where memory cannot be shared, or where there is only one of them.
         """
         own = _create()
         said: dict[str, str | int] = {"pid": os.getpid(), "file": -1, "host": f"that of rank {rank} alone"}
         if own is not None:
-            said |= {"file": own.descriptor, "host": host or _host()}
+            said |= {"file": own.descriptor, "host": _host()}
         told = [json.loads(message) for message in exchange(json.dumps(said).encode())]
         ranks = [other for other, one in enumerate(told) if one["host"] == said["host"]]
         pids = {other: int(told[other]["pid"]) for other in ranks}
@@ -110,7 +110,7 @@ class Neighbours:
         return self._arena.take(num_bytes)
 
     def rest(self) -> None:
-        """Give back what waits for the next `buffer`, but for the largest block: the next step begins with less."""
+        """Give back what waits for the next `buffer`, but for the largest blocks: the next step begins with less."""
         self._tidy()
         self._arena.rest()
 
