@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardwise.checkpoint.write import flush
 from shardwise.errors import CheckpointError
 
 
@@ -31,7 +30,7 @@ def drafted(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         draft.mkdir(parents=True)
         yield draft
-        _flush(draft)
+        flush(draft)
         _swap(draft, out)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error}") from error
@@ -45,14 +44,5 @@ def _swap(draft: Path, out: Path) -> None:
     if out.exists():
         out.rename(old)
     draft.rename(out)
-    _flush(out.parent)
+    flush(out.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _flush(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some file systems cannot flush a folder, and need not
-            os.fsync(handle)
-    finally:
-        os.close(handle)
