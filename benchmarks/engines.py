@@ -33,6 +33,12 @@ def single(build: Build, race: Race) -> Step:
     return _plain_step(model, _optimizer(model, race.dtype))
 
 
+def apart(build: Build, race: Race) -> Step:
+    """The single process on every rank, which meet between steps and share nothing but memory's bandwidth."""
+    dist.init_process_group("gloo")
+    return single(build, race)
+
+
 def ddp(build: Build, race: Race) -> Step:
     """https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"""
     dist.init_process_group(race.backend)
@@ -117,6 +123,7 @@ def shardwise(build: Build, race: Race, *, plan: str, **options: str) -> Step:
 ENGINES: dict[str, Callable[[Build, Race], Step]] = {
     "reference": single,
     "single": single,
+    "apart": apart,
     "ddp": ddp,
     "fsdp2": fsdp2,
     "deepspeed-1": partial(deepspeed, stage=1),

@@ -7,6 +7,9 @@ REFERENCE = "reference"
 
 SINGLE = "single"
 
+APART = "apart"
+"""As many plain processes as there are ranks, none of which hears from another: what the cores cost each other."""
+
 COUNTERPARTS = {
     "shardwise-ddp": ("ddp",),
     "shardwise-zero1": ("deepspeed-1",),
@@ -14,8 +17,10 @@ COUNTERPARTS = {
     "shardwise-zero3": ("fsdp2", "deepspeed-3"),
 }
 
-ENGINE_NAMES = (SINGLE, *(name for ours, peers in COUNTERPARTS.items() for name in (*peers, ours)))
+ENGINE_NAMES = (SINGLE, APART, *(name for ours, peers in COUNTERPARTS.items() for name in (*peers, ours)))
 ALONE = frozenset({REFERENCE, SINGLE})
+OF_ONE_BATCH = frozenset({SINGLE, APART})
+"""Their losses are not those of all ranks' batches."""
 
 
 def is_ours(engine: str) -> bool:

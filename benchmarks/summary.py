@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.names import COUNTERPARTS, REFERENCE, SINGLE
+from benchmarks.names import COUNTERPARTS, OF_ONE_BATCH, REFERENCE, SINGLE
 
 # Largest distance of an engine's loss from the reference's, as a share of the latter. In fp32 only the order of
 # sums differs; in bf16 also whether gradients travel, and are summed, in bf16 or in fp32.
@@ -149,7 +149,7 @@ def _row(engine: str, rounds: dict[int, Run], single: dict[int, Run], reference:
     over_single = [run.seconds / plain.seconds for run, plain in _pairs(rounds, single)]
     sent = [run.sent_bytes for run in runs if run.sent_bytes is not None]
     loss = runs[0].loss
-    compared = reference is not None and engine != SINGLE  # which trains on one rank's batch alone
+    compared = reference is not None and engine not in OF_ONE_BATCH
     off = max(abs(run.loss - reference) / abs(reference) for run in runs) if compared and reference else None
     return Row(
         engine=engine,
