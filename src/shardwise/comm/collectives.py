@@ -68,6 +68,10 @@ class Collectives(Protocol):
         """Memory of undefined content that can be sent from without another copy."""
         ...
 
+    def reclaim(self, tensor: Tensor) -> None:
+        """Blocks until no other rank reads `tensor`, a buffer that was given to a collective and waited for."""
+        ...
+
     def rest(self) -> None:
         """Between two steps: let go of most of the memory that was kept for the next `buffer`."""
         ...

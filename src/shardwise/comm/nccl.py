@@ -154,6 +154,9 @@ class Nccl:
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self._device)
 
+    def reclaim(self, tensor: Tensor) -> None:
+        """What comes next on the stream comes after what was sent."""
+
     def rest(self) -> None:
         """Torch's allocator keeps what it keeps."""
 

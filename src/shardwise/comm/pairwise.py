@@ -112,6 +112,9 @@ class Pairwise:
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype)
 
+    def reclaim(self, tensor: Tensor) -> None:
+        """What was sent has left it."""
+
     def rest(self) -> None:
         """Nothing is kept."""
 

@@ -120,6 +120,12 @@ def reduce_due(flat: FlatSpec) -> Actions:
     return path if any(action.communicates for action in path) else ()
 
 
+def fills_grad(flat: FlatSpec) -> bool:
+    """Whether a backward can leave gradients right where they wait for the step: nothing cuts or widens them."""
+    due = reduce_due(flat)
+    return not due or (all(action.verb == "all_reduce" for action in due) and flat.table.wire == flat.table.grad.dtype)
+
+
 def step_gradients(flat: FlatSpec) -> Actions:
     return _acted(flat, "grad", flat.table.grad, flat.table.due)
 

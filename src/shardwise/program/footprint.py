@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.placement import WIDTH, Span
 from shardwise.program.action import Action, Block, Program
-from shardwise.program.build import reduce_due
+from shardwise.program.build import fills_grad, reduce_due
 from shardwise.program.handover import Handover, at, handovers
 from shardwise.program.spec import FlatSpec, UnitSpec
 
@@ -52,12 +52,13 @@ def footprint(
     flats = [flat for unit in units for flat in unit.flats]
     param = sum(flat.num_bytes(flat.table.param.shard, flat.table.param.dtype) for flat in flats)
     optim = sum(_optim_bytes(flat, states_per_param, coordinate) for flat in flats if flat.trainable)
-    grad = sum(flat.num_bytes(flat.table.grad.shard, flat.table.grad.dtype) for flat in flats if flat.trainable)
+    grad = sum(flat.grad_bytes for flat in flats if flat.trainable)
     clock = _Walk({flat.name: flat for flat in flats}, coordinate)
     again = micro_batch if num_micro_batches > 1 else ()  # all later ones hold what the second holds
     for block in (*micro_batch, *again, *step):
         clock.walk(block, units)
-    return Footprint(param, grad, optim, max(0, clock.peak - grad))
+    rooms = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_room)
+    return Footprint(param, grad, optim, max(0, rooms + clock.peak - grad))
 
 
 def _optim_bytes(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
@@ -81,13 +82,19 @@ def _state_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None) -> int:
 
 
 class _Walk:
-    """Adds and takes away the bytes that each action brings and frees, and remembers the peak."""
+    """Adds and takes away the bytes that each action brings and frees, and remembers the peak.
+
+    What lies in memory that stays from step to step (`keeps_room`) is no part of it.
+    """
 
     def __init__(self, flats: dict[str, FlatSpec], coordinate: Mapping[str, int] | None) -> None:
         self.flats = flats
         self._coordinate = coordinate
         self._handovers = handovers(tuple(flats.values()))
         self.live: dict[tuple[str, str], int] = {}
+        self._taken_rooms: set[str] = set()
+        self._housed: set[tuple[str, str]] = set()
+        """What lies in such memory."""
         self.steps_left: dict[str, int] = {}
         self.peak = 0
 
@@ -108,7 +115,11 @@ class _Walk:
         if flat.trainable:
             waits = not reduce_due(flat)
             dtype = flat.table.grad.dtype if waits else flat.table.wire
-            self._hold(flat, "grad" if waits else "inbox", flat.numel * WIDTH[dtype])
+            what, num_bytes = "grad" if waits else "inbox", flat.numel * WIDTH[dtype]
+            if fills_grad(flat):
+                self._hold_where_it_waits(flat, what, num_bytes)
+            else:
+                self._hold(flat, what, num_bytes)
 
     def _act(self, flat: FlatSpec, action: Action, *, in_step: bool) -> None:
         match action.verb, action.subject:
@@ -158,38 +169,60 @@ class _Walk:
         copies = 1 if source_dtype == flat.table.wire else 2  # what arrives, and what is cast to be sent
         staged = numel if action.verb == "all_reduce" else (ranks - 1) * (numel // ranks)
         self._hold(flat, "staging", copies * staged * WIDTH[flat.table.wire])
-        if action.verb == "reduce_scatter":
-            self._hold(flat, "next", numel // ranks * WIDTH[summed_dtype])
-        elif source_dtype != summed_dtype:
-            self._hold(flat, "next", numel * WIDTH[summed_dtype])
+        made = (numel // ranks if action.verb == "reduce_scatter" else numel) * WIDTH[summed_dtype]
+        is_in_place = source_dtype == summed_dtype and (flat.name, source) in self._housed
+        if is_in_place and action.verb == "reduce_scatter":
+            self._housed.add((flat.name, "next"))
+            self._hold(flat, "next", made)
+        elif action.verb == "reduce_scatter" or source_dtype != summed_dtype:
+            self._hold_where_it_waits(flat, "next", made)
 
     def _reduced(self, flat: FlatSpec, *, in_step: bool) -> None:
         """A step of a reduction is done: what it read goes, what it made is the next step's source."""
         self._drop(flat, "staging")
-        made = self.live.pop((flat.name, "next"), None)
-        if made is not None:
+        if (flat.name, "next") in self.live:
             self._drop(flat, "inbox")
             if in_step:
                 self._drop(flat, "grad")
             self._drop(flat, "reduced")
-            self._hold(flat, "reduced", made)
+            self._rename(flat, "next", "reduced")
         elif (flat.name, "inbox") in self.live:
-            self._hold(flat, "reduced", self.live.pop((flat.name, "inbox")))
+            self._rename(flat, "inbox", "reduced")
         if in_step:
             return
         self.steps_left[flat.name] = self.steps_left.get(flat.name) or len(reduce_due(flat))
         self.steps_left[flat.name] -= 1
         if self.steps_left[flat.name] == 0:  # what is through waits, or is added to what waits
-            through = self.live.pop((flat.name, "reduced"), 0)
-            self.live.setdefault((flat.name, "grad"), through)
+            if (flat.name, "grad") in self.live:
+                self._drop(flat, "reduced")
+            else:
+                self._rename(flat, "reduced", "grad")
 
     def _consume(self) -> None:
-        for key in [key for key in self.live if key[1] in ("grad", "reduced")]:
-            del self.live[key]
+        for name, what in list(self.live):
+            if what in ("grad", "reduced"):
+                self._drop(self.flats[name], what)
+        self._taken_rooms.clear()
+
+    def _hold_where_it_waits(self, flat: FlatSpec, what: str, num_bytes: int) -> None:
+        """In the memory that stays for gradients, if there is such, if this is all of one and none lies there."""
+        if flat.keeps_room and num_bytes == flat.grad_bytes and flat.name not in self._taken_rooms:
+            self._taken_rooms.add(flat.name)
+            self._housed.add((flat.name, what))
+        self._hold(flat, what, num_bytes)
 
     def _hold(self, flat: FlatSpec, what: str, num_bytes: int) -> None:
         self.live[flat.name, what] = num_bytes
-        self.peak = max(self.peak, sum(self.live.values()))
+        beside = sum(held for key, held in self.live.items() if key not in self._housed)
+        self.peak = max(self.peak, beside)
+
+    def _rename(self, flat: FlatSpec, old: str, new: str) -> None:
+        """It is the same memory."""
+        self.live[flat.name, new] = self.live.pop((flat.name, old), 0)
+        if (flat.name, old) in self._housed:
+            self._housed.remove((flat.name, old))
+            self._housed.add((flat.name, new))
 
     def _drop(self, flat: FlatSpec, what: str) -> None:
         self.live.pop((flat.name, what), None)
+        self._housed.discard((flat.name, what))

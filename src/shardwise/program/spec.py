@@ -18,7 +18,8 @@ class FlatSpec:
     """One flat buffer: parameters of one dtype that share a row of the table.
 
     `numel` counts padding; `num_params` counts parameters, not elements. `table` has no axis of size 1.
-    `updates` says of each parameter how it is updated; it is empty where no optimizer is known.
+    `updates` says of each parameter how it is updated; it is empty where no optimizer is known. With `keeps_room`
+    the memory in which gradients wait for the step stays from one step to the next.
     """
 
     name: str
@@ -28,6 +29,7 @@ class FlatSpec:
     mesh: Mesh
     trainable: bool = True
     updates: tuple[PlacedUpdate, ...] = ()
+    keeps_room: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -47,6 +49,11 @@ class FlatSpec:
     def num_bytes(self, shard: Axes, dtype: Dtype) -> int:
         """Bytes of this buffer on one rank when sharded over `shard`. The same on every rank."""
         return self.layout.span(shard, dict.fromkeys(self.layout.order, 0)).numel * WIDTH[dtype]
+
+    @cached_property
+    def grad_bytes(self) -> int:
+        """What gradients take on this rank while they wait for the step."""
+        return self.num_bytes(self.table.grad.shard, self.table.grad.dtype)
 
     @cached_property
     def full_bytes(self) -> int:

@@ -155,12 +155,14 @@ class Mover:
             return
         group, source = self._groups[action.over], reduction.current
         if action.verb == "reduce_scatter":
-            out = torch.empty(source.numel() // len(group.ranks), dtype=dtype, device=source.device)
+            own = source.chunk(len(group.ranks))[group.index]
+            in_place = own.dtype == dtype and self.flat.is_in_room(source)
+            out = own if in_place else self.flat.sum_memory(own.numel(), dtype)
             self._journal.subject = self._name
             work = self._collectives.reduce_scatter(out, source, group, self._wire)
         else:
-            in_place = source.dtype == dtype and not self._collectives.is_buffer_scarce
-            out = source if in_place else torch.empty_like(source, dtype=dtype)
+            can_stay = self.flat.is_in_room(source) or not self._collectives.is_buffer_scarce
+            out = source if source.dtype == dtype and can_stay else self.flat.sum_memory(source.numel(), dtype)
             self._journal.subject = self._name
             work = self._collectives.all_reduce(out, source, group, self._wire)
         reduction.start(out, work, self._staging_bytes(action, source, group))
@@ -211,8 +213,9 @@ class Mover:
     def _first(self, *, in_step: bool) -> _Reduction:
         source = self.flat.take_grad() if in_step else self.flat.open_inbox()
         if source is None:  # no backward reached this buffer here, but others may wait for our part
-            table, span = self.flat.spec.table, self.flat.grad_span
-            source = torch.zeros(span.numel, dtype=torch_dtype(table.grad.dtype), device=self.flat.device)
+            source = self.flat.sum_memory(
+                self.flat.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
+            ).zero_()
         return _Reduction(source, self.flat)
 
     def _staging_bytes(self, action: Action, source: Tensor, group: Group) -> int:
@@ -236,8 +239,9 @@ class _Reduction:
 
     def __init__(self, source: Tensor, flat: Flat) -> None:
         self.current = source
+        self._flat = flat
         self._meter = flat.meter
-        self._meter.hold("working", source.nbytes)
+        self._meter.hold("working", flat.bytes_beside_room(source))
         self._next: Tensor | None = None
         self._work: Work | None = None
         self._staging_bytes = 0
@@ -246,9 +250,11 @@ class _Reduction:
         self.num_started = 0
 
     def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
-        self._is_replaced = out is self.current or (out.shape, out.dtype) == (self.current.shape, self.current.dtype)
+        beside = self._flat.bytes_beside_room
+        is_alike = (out.numel(), beside(out)) == (self.current.numel(), beside(self.current))
+        self._is_replaced = out is self.current or is_alike
         if not self._is_replaced:
-            self._meter.hold("working", out.nbytes)
+            self._meter.hold("working", beside(out))
         self._meter.hold("working", staging_bytes)
         self._next, self._work, self._staging_bytes = out, work, staging_bytes
         self.num_started += 1
@@ -259,14 +265,15 @@ class _Reduction:
         self._work.wait()
         self._meter.drop("working", self._staging_bytes)
         if not self._is_replaced:
-            self._meter.drop("working", self.current.nbytes)
+            self._meter.drop("working", self._flat.bytes_beside_room(self.current))
         self.current, self._next, self._work = self._next, None, None
 
     def finish(self, cast: Tensor) -> None:
-        self._meter.hold("working", cast.nbytes - self.current.nbytes)
+        beside = self._flat.bytes_beside_room
+        self._meter.hold("working", beside(cast) - beside(self.current))
         self.current = cast
         self.num_started += 1
 
     def release(self) -> None:
         """From here on whoever takes `current` counts its bytes."""
-        self._meter.drop("working", self.current.nbytes)
+        self._meter.drop("working", self._flat.bytes_beside_room(self.current))

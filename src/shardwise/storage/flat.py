@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from functools import partial
 
 import torch
 
 from shardwise.comm import Common
 from shardwise.placement import Slot, Span
-from shardwise.program import FlatSpec, reduce_due
+from shardwise.program import FlatSpec, fills_grad, reduce_due
 from shardwise.storage.dtypes import torch_dtype
+from shardwise.storage.room import Memory, OwnMemory, Room
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -71,14 +71,19 @@ class Flat:
         self.held: Tensor | None = None
         self.common: Common | None = None
         """Where the parameters rest, if that is common memory; given before the first values."""
-        self.allocate: Callable[[int, torch.dtype], Tensor] = partial(_empty, device)
-        """Makes memory for what is sent from where it lies: gradients, and parameters that are updated in parts."""
+        self.own_memory = OwnMemory(device)
+        self.memory: Memory = self.own_memory
+        """For what is sent from where it lies: gradients, and parameters that are updated in parts."""
         self._waits_in_inbox = not reduce_due(spec)
         at_rest = table.grad.dtype if self._waits_in_inbox else table.wire
         self._inbox_dtype = torch_dtype(at_rest)
+        self._wire = torch_dtype(table.wire)
         self._scale = 1.0
         for axis in table.axes:
             self._scale /= spec.mesh.size(axis)
+        grad_dtype = torch_dtype(table.grad.dtype)
+        self._room = Room(self.grad_span.numel, grad_dtype, meter) if spec.keeps_room else None
+        self._fills_grad = fills_grad(spec)
         self.inbox: Tensor | None = None
         self.grad: Tensor | None = None
         self.due: Tensor | None = None
@@ -142,10 +147,10 @@ class Flat:
             self.full = self.common.whole.view(compute)
             self.param = self.common.own.view(compute)
         elif self.spec.resident:  # what is updated in parts is sent from where it lies
-            allocate = self.allocate if table.optim.shard else partial(_empty, self.device)
-            self.full = allocate(self.spec.numel, compute).zero_()
+            memory = self.memory if table.optim.shard else self.own_memory
+            self.full = memory.buffer(self.spec.numel, compute).zero_()
         else:
-            self.full = _empty(self.device, self.spec.numel, compute)
+            self.full = self.own_memory.buffer(self.spec.numel, compute)
         views = [_part(self.full, slot.span).view(slot.shape) for slot in self.slots]
         if self.spec.resident:
             self.param = self.full
@@ -209,14 +214,9 @@ class Flat:
 
     def arrive(self, index: int, grad: Tensor) -> None:
         """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
-        if self.inbox is None:
-            allocate = partial(_empty, self.device) if self._waits_in_inbox else self.allocate
-            self.inbox = allocate(self.spec.numel, self._inbox_dtype)
-            for gap in self._gaps:
-                _part(self.inbox, gap).zero_()
-            self.meter.hold("grad" if self._waits_in_inbox else "working", self.inbox.nbytes)
+        inbox = self._opened_inbox()
         slot = self.slots[index]
-        view = self.inbox[slot.start : slot.span.stop].view(slot.shape)
+        view = inbox[slot.start : slot.span.stop].view(slot.shape)
         if self._in_inbox[index]:
             view.add_(grad, alpha=self._scale)
         else:
@@ -224,6 +224,23 @@ class Flat:
         self._in_inbox[index] = True
         self.touched[index] = True
         self._arrived.add(index)
+
+    def _opened_inbox(self) -> Tensor:
+        """The inbox; a new one is undefined, but zero between parameters."""
+        if self.inbox is None:
+            self.inbox = self._new_inbox()
+            for gap in self._gaps:
+                _part(self.inbox, gap).zero_()
+            self.meter.hold("grad" if self._waits_in_inbox else "working", self.bytes_beside_room(self.inbox))
+        return self.inbox
+
+    def _new_inbox(self) -> Tensor:
+        if self._room is not None and self._fills_grad:
+            room = self._room.take(self.memory if self._inbox_dtype == self._wire else self.own_memory)
+            if room is not None:
+                return room
+        memory = self.own_memory if self._waits_in_inbox else self.memory
+        return memory.buffer(self.spec.numel, self._inbox_dtype)
 
     def complete(self) -> bool:
         """Whether every parameter's gradient of this backward has come."""
@@ -239,8 +256,10 @@ class Flat:
 
     def open_inbox(self) -> Tensor:
         """What the backward left, ready to be reduced; zeros if it left nothing here."""
+        self._opened_inbox()
         inbox = self.close_inbox()
-        return torch.zeros(self.spec.numel, dtype=self._inbox_dtype, device=self.device) if inbox is None else inbox
+        assert inbox is not None
+        return inbox
 
     def close_inbox(self) -> Tensor | None:
         """What the backward left, zero for parameters that it did not reach."""
@@ -251,14 +270,32 @@ class Flat:
             if not arrived:
                 inbox[slot.start : slot.span.stop].zero_()
         self._in_inbox = [False] * len(self.slots)
-        self.meter.drop("grad" if self._waits_in_inbox else "working", inbox.nbytes)
+        self.meter.drop("grad" if self._waits_in_inbox else "working", self.bytes_beside_room(inbox))
         return inbox
+
+    # -- where gradients wait ---------------------------------------------------------------------------
+
+    def sum_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for so much of a sum: where it is to wait, if that is all of it."""
+        if self._room is not None and self._room.fits(numel, dtype):
+            room = self._room.take(self.own_memory)
+            if room is not None:
+                return room
+        return self.own_memory.buffer(numel, dtype)
+
+    def is_in_room(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in memory that stays: sums may be made where it is."""
+        return self._room is not None and self._room.has(tensor)
+
+    def bytes_beside_room(self, tensor: Tensor) -> int:
+        """What `tensor` takes besides that."""
+        return 0 if self.is_in_room(tensor) else tensor.nbytes
 
     def keep_grad(self, reduced: Tensor) -> None:
         """Add a micro-batch's reduced gradient to what waits for the step."""
         if self.grad is None:
             self.grad = reduced
-            self.meter.hold("grad", reduced.nbytes)
+            self.meter.hold("grad", self.bytes_beside_room(reduced))
         else:
             self.grad.add_(reduced)
 
@@ -268,14 +305,19 @@ class Flat:
             return self.close_inbox()
         grad, self.grad = self.grad, None
         if grad is not None:
-            self.meter.drop("grad", grad.nbytes)
+            self.meter.drop("grad", self.bytes_beside_room(grad))
         return grad
+
+    @property
+    def _kind_of_due(self) -> str:
+        """What waits besides gradients' own memory is no more than on its way."""
+        return "grad" if self._room is None else "working"
 
     def keep_due(self, due: Tensor) -> None:
         """What the update will read. A second one before the update is added to the first."""
         if self.due is None:
             self.due = due
-            self.meter.hold("grad", due.nbytes)
+            self.meter.hold(self._kind_of_due, self.bytes_beside_room(due))
         else:
             self.due.add_(due)
 
@@ -284,8 +326,10 @@ class Flat:
         self.close_inbox()
         self.take_grad()
         if self.due is not None:
-            self.meter.drop("grad", self.due.nbytes)
+            self.meter.drop(self._kind_of_due, self.bytes_beside_room(self.due))
             self.due = None
+        if self._room is not None:
+            self._room.leave()
         self.touched = [False] * len(self.slots)
 
     # -- one parameter ----------------------------------------------------------------------------------
@@ -310,10 +354,6 @@ class Flat:
             return None
         mine = self.slots[index].span.overlap(self.optim_span)
         return _part(self.due, mine.within(self.optim_span))
-
-
-def _empty(device: torch.device, numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _part(tensor: Tensor, span: Span) -> Tensor:

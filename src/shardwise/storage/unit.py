@@ -59,10 +59,12 @@ def unit_spec(
     rows: Mapping[nn.Parameter, Row],
     mesh: Mesh,
     updates: Mapping[nn.Parameter, Update] | None = None,
+    *,
+    on_cpu: bool = True,
 ) -> UnitSpec:
     """What the program needs to know of a unit. Needs no memory: the parameters may be on the meta device.
 
-    `updates` says how an optimizer updates each parameter, if one is known.
+    `updates` says how an optimizer updates each parameter, if one is known. `on_cpu` is where ranks compute.
     """
     flats = []
     for shelf, named in _shelves(choice, rows).items():
@@ -70,7 +72,9 @@ def unit_spec(
         numel = padded_numel(slots, mesh.world_size)
         name, table = shelf.name(choice.name), shelf.row.table.on(mesh)
         placed = _placed(slots, named, updates)
-        flats.append(FlatSpec(name, numel, len(slots), table, mesh, shelf.trainable, placed))
+        stays_whole = table.param == table.full and bool(table.axes)
+        keeps_room = on_cpu and shelf.trainable and stays_whole  # [Note: room for gradients]
+        flats.append(FlatSpec(name, numel, len(slots), table, mesh, shelf.trainable, placed, keeps_room))
     return UnitSpec(choice.name, tuple(flats))
 
 
@@ -94,7 +98,7 @@ def make_unit(
     updates: Mapping[nn.Parameter, Update] | None = None,
 ) -> Unit:
     """A unit whose flat buffers are still empty; the package `birth` fills them."""
-    spec = unit_spec(choice, rows, mesh, updates)
+    spec = unit_spec(choice, rows, mesh, updates, on_cpu=device.type == "cpu")
     flats = []
     for flat_spec, named in zip(spec.flats, _shelves(choice, rows).values(), strict=True):
         slots = pack((name, tuple(param.shape)) for name, param in named)

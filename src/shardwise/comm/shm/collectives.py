@@ -106,6 +106,9 @@ class Shared:
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._neighbours.buffer(numel * dtype.itemsize).view(dtype)
 
+    def reclaim(self, tensor: Tensor) -> None:
+        self._neighbours.reclaim(tensor)
+
     def rest(self) -> None:
         self._neighbours.rest()
 

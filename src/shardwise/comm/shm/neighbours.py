@@ -139,6 +139,12 @@ class Neighbours:
         self._lent.append(_Lent(self._num_offers, slot, places, block))
         return self._num_offers
 
+    def reclaim(self, tensor: Tensor) -> None:
+        """Return once all offers of the block in which `tensor` lies have been read."""
+        found = self._arena.find(tensor)
+        for lent in [lent for lent in self._lent if found is not None and lent.block is found[0]]:
+            self.await_readers(lent.number)
+
     def await_readers(self, number: int) -> None:
         """Return once all readers of an offer have read it."""
         for lent in self._lent:
