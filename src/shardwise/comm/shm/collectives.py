@@ -170,9 +170,7 @@ class Shared:
         if source.dtype == wire and self._neighbours.lies_open(source):
             self._neighbours.offer(source, tag, readers)
             return
-        laid_out = self.buffer(source.numel(), wire)
-        laid_out.copy_(source)
-        self._neighbours.offer(laid_out, tag, readers)
+        self._neighbours.offer(self._copied(source, wire), tag, readers)
 
     def _add_up(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
         """This rank's chunk of all ranks' summands into `out`, in the order of the group."""
@@ -193,18 +191,19 @@ class Shared:
         chunks = out.chunk(len(group.ranks))
         own = chunks[group.index]
         self._add_up(own, source, group, wire, tag)
-        if own.dtype != wire:
-            own.copy_(own.to(wire))  # what travels is rounded, so everybody keeps the rounded sum
         readers = [rank for _, rank in others(group)]
         lies_open = own.dtype == wire and self._neighbours.lies_open(own)
-        given = self._neighbours.offer(own if lies_open else self._copied(own.to(wire)), tag ^ 1, readers)
+        offered = own if lies_open else self._copied(own, wire)
+        if own.dtype != wire:
+            own.copy_(offered)  # what travels is rounded, so everybody keeps the rounded sum
+        given = self._neighbours.offer(offered, tag ^ 1, readers)
         self._count("all_reduce", group, len(readers) * own.numel() * wire.itemsize)
         self._fetch(chunks, group, tag ^ 1, wire)
         if lies_open:  # the caller may write to `out` next
             self._neighbours.await_readers(given)
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        copy = self.buffer(tensor.numel(), tensor.dtype)
+    def _copied(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        copy = self.buffer(tensor.numel(), dtype or tensor.dtype)
         copy.copy_(tensor)
         return copy
 
