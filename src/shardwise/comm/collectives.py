@@ -72,8 +72,8 @@ class Collectives(Protocol):
         """Blocks until no other rank reads `tensor`, a buffer that was given to a collective and waited for."""
         ...
 
-    def rest(self) -> None:
-        """Between two steps: let go of most of the memory that was kept for the next `buffer`."""
+    def rest(self, *, keeps_some: bool) -> None:
+        """Between two steps: let go of the memory that was kept for the next `buffer`, or of most of it."""
         ...
 
     def commons(self, group: Group, parts: Sequence[Part]) -> Commons | None:

@@ -115,7 +115,7 @@ class Pairwise:
     def reclaim(self, tensor: Tensor) -> None:
         """What was sent has left it."""
 
-    def rest(self) -> None:
+    def rest(self, *, keeps_some: bool) -> None:  # noqa: ARG002
         """Nothing is kept."""
 
     def commons(self, group: Group, parts: Sequence[Part]) -> None:

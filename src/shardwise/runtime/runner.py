@@ -72,6 +72,8 @@ class Runner:
         self._commons = commons
         self._prefetch_bytes = prefetch_bytes
         self.specs: tuple[UnitSpec, ...] = tuple(unit.spec for unit in units)
+        self._gathers = not all(flat.resident for unit in self.specs for flat in unit.flats)
+        """Whether parameters come and go. If they do, memory is what is short, and the forward shall have it."""
         self._buffers_bytes = 0
         self.program = self._plan(straight_trace(self.specs))
         """The training step: as foreseen until the first backward is through, then as recorded."""
@@ -436,7 +438,7 @@ class Runner:
         for unit in self.units:
             for flat in unit.flats:
                 flat.drop_gradients()
-        self._executor.rest()
+        self._executor.rest(keeps_some=not self._gathers)
 
     def open_params(self) -> None:
         """Before parameters are written where they rest: no rank reads them any more. All ranks call."""

@@ -81,10 +81,10 @@ class Arena:
         fitting = [block for block in self._blocks if num_bytes <= block.num_bytes <= longest and fits(block)]
         return min(fitting, key=lambda block: block.num_bytes, default=None)
 
-    def rest(self) -> None:
-        """Give back the pages of all idle blocks but the largest few."""
+    def rest(self, *, keeps_some: bool) -> None:
+        """Give back the pages of all idle blocks, or of all but the largest few."""
         idle = sorted((block for block in self._blocks if block.is_idle), key=lambda block: block.num_bytes)
-        for block in idle[:-_NUM_KEPT]:
+        for block in idle[:-_NUM_KEPT] if keeps_some else idle:
             self._give_back(block)
 
     def find(self, tensor: Tensor) -> tuple[Block, int] | None:

@@ -109,8 +109,8 @@ class Shared:
     def reclaim(self, tensor: Tensor) -> None:
         self._neighbours.reclaim(tensor)
 
-    def rest(self) -> None:
-        self._neighbours.rest()
+    def rest(self, *, keeps_some: bool) -> None:
+        self._neighbours.rest(keeps_some=keeps_some)
 
     def commons(self, group: Group, parts: Sequence[Part]) -> SharedCommons | None:
         if not self._is_near(group) or len(group.ranks) == 1:

@@ -109,10 +109,10 @@ class Neighbours:
             self._wait_briefly(block)
         return self._arena.take(num_bytes)
 
-    def rest(self) -> None:
-        """Give back what waits for the next `buffer`, but for the largest blocks: the next step begins with less."""
+    def rest(self, *, keeps_some: bool) -> None:
+        """Give back what waits for the next `buffer`, perhaps but for the largest blocks."""
         self._tidy()
-        self._arena.rest()
+        self._arena.rest(keeps_some=keeps_some)
 
     def lies_open(self, tensor: Tensor) -> bool:
         """Whether `tensor` is such memory."""
