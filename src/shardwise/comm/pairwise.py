@@ -7,7 +7,7 @@ message, so a rank sends what a ring would, in one round instead of one per rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -75,8 +75,8 @@ class Pairwise:
             else:  # what travelled was rounded, so everybody keeps the rounded sum
                 gathered = tuple(torch.empty_like(chunk, dtype=wire) for chunk in chunks)
                 gathered[group.index].copy_(own)
-            sent = [gathered[group.index]] * len(chunks)
-            Pending(self._swap("all_reduce", group, sent, gathered, tag)).wait()
+            self._count("all_reduce", group, own.numel() * wire.itemsize)
+            Pending(self._swap(group, [gathered[group.index]] * len(chunks), gathered, tag)).wait()
             if own.dtype != wire:
                 for chunk, rounded in zip(chunks, gathered, strict=True):
                     chunk.copy_(rounded)
@@ -87,8 +87,9 @@ class Pairwise:
         self.ledger.called("all_to_all", group.axis)
         entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype)  # each pair has a length of its own
         tag = entry.tag
-        works = [self._receive(arrived[i], rank, tag) for i, rank in others(group) if arrived[i].numel()]
-        works += [self._send("all_to_all", group, sent[i], rank, tag) for i, rank in others(group) if sent[i].numel()]
+        works = [self._receive(arrived[i], rank, tag) for i, rank in group.others if arrived[i].numel()]
+        works += [self._send(sent[i], rank, tag) for i, rank in group.others if sent[i].numel()]
+        self.ledger.sent("all_to_all", group.axis, sum(sent[i].nbytes for i, _ in group.others))
         return Awaited(self.journal, entry, Pending(works))
 
     def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:
@@ -99,8 +100,8 @@ class Pairwise:
         if me != root:
             works.append(self._receive(tensor, root, entry.tag))
         else:
-            readers = [rank for rank in group.ranks if rank != root]
-            works += [self._send("broadcast", group, tensor, rank, entry.tag) for rank in readers]
+            self._count("broadcast", group, tensor.nbytes)
+            works += [self._send(tensor, rank, entry.tag) for rank in group.ranks if rank != root]
         return Awaited(self.journal, entry, Pending(works))
 
     def exchange(self, message: bytes, group: Group) -> list[bytes]:
@@ -133,7 +134,8 @@ class Pairwise:
     def _gather(self, verb: str, full: Tensor, group: Group) -> Work:
         entry = self.journal.enter(verb, group, full.numel(), full.dtype)
         chunks = full.chunk(len(group.ranks))
-        messages = self._swap(verb, group, [chunks[group.index]] * len(chunks), chunks, entry.tag)
+        self._count(verb, group, full.nbytes // len(chunks))
+        messages = self._swap(group, [chunks[group.index]] * len(chunks), chunks, entry.tag)
         return Awaited(self.journal, entry, Pending(messages))
 
     def _scatter_sums(
@@ -144,11 +146,14 @@ class Pairwise:
         if len(chunks) == 1:
             out.copy_(source)
             return Done()
-        sent = [chunk.to(wire) if place != group.index else chunk for place, chunk in enumerate(chunks)]
-        arrived = [
-            torch.empty_like(chunk, dtype=wire) if place != group.index else chunk for place, chunk in enumerate(chunks)
-        ]
-        messages = self._swap(verb, group, sent, arrived, entry.tag)
+        own = chunks[group.index]
+        sent = chunks
+        if source.dtype != wire:
+            sent = [chunk.to(wire) if place != group.index else chunk for place, chunk in enumerate(chunks)]
+        arrived = list(source.new_empty(source.numel() - own.numel(), dtype=wire).chunk(len(chunks) - 1))
+        arrived.insert(group.index, own)
+        self._count(verb, group, own.numel() * wire.itemsize)
+        messages = self._swap(group, sent, arrived, entry.tag)
 
         def add_up() -> None:
             in_place = out.data_ptr() == arrived[group.index].data_ptr()
@@ -162,29 +167,24 @@ class Pairwise:
             for chunk in arrived[2:]:
                 out.add_(chunk)
             arrived.clear()
-            sent.clear()
 
         return Pending(messages, add_up)
 
-    def _swap(
-        self,
-        verb: str,
-        group: Group,
-        sent: list[Tensor],
-        arrived: list[Tensor] | tuple[Tensor, ...],
-        tag: int,
-    ) -> list[Work]:
+    def _swap(self, group: Group, sent: Sequence[Tensor], arrived: Sequence[Tensor], tag: int) -> list[Work]:
         """Send `sent[i]` to, and receive `arrived[i]` from, every other rank `i` of the group.
 
         Receives are posted first, and each rank begins with its right-hand neighbour, so that not
         everybody sends to the same one at once.
         """
-        works = [self._receive(arrived[place], rank, tag) for place, rank in others(group)]
-        works += [self._send(verb, group, sent[place], rank, tag) for place, rank in others(group)]
+        works = [self._receive(arrived[place], rank, tag) for place, rank in group.others]
+        works += [self._send(sent[place], rank, tag) for place, rank in group.others]
         return works
 
-    def _send(self, verb: str, group: Group, tensor: Tensor, rank: int, tag: int) -> Work:
-        self.ledger.sent(verb, group.axis, tensor.numel() * tensor.element_size())
+    def _count(self, verb: str, group: Group, num_bytes: int) -> None:
+        """This many bytes go to each of the others."""
+        self.ledger.sent(verb, group.axis, len(group.others) * num_bytes)
+
+    def _send(self, tensor: Tensor, rank: int, tag: int) -> Work:
         try:
             return self._transport.send(tensor, rank, tag)
         except LinkError as error:
@@ -195,10 +195,3 @@ class Pairwise:
             return self._transport.receive(tensor, rank, tag)
         except LinkError as error:
             raise self.journal.failure(error) from error
-
-
-def others(group: Group) -> Iterator[tuple[int, int]]:
-    """Place and rank of the others, beginning with the right-hand neighbour."""
-    for step in range(1, len(group.ranks)):
-        place = (group.index + step) % len(group.ranks)
-        yield place, group.ranks[place]

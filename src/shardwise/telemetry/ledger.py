@@ -30,15 +30,21 @@ class ByteMeter:
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.peak_total = 0
+        self._total = 0
 
     def hold(self, kind: str, num_bytes: int) -> None:
-        self.now[kind] += num_bytes
-        self.peak[kind] = max(self.peak[kind], self.now[kind])
-        self.peak_total = max(self.peak_total, self.now.total())
+        held = self.now[kind] + num_bytes
+        self.now[kind] = held
+        self._total += num_bytes
+        if held > self.peak[kind]:
+            self.peak[kind] = held
+        if self._total > self.peak_total:
+            self.peak_total = self._total
 
     def drop(self, kind: str, num_bytes: int) -> None:
         self.now[kind] -= num_bytes
+        self._total -= num_bytes
 
     def reset_peak(self) -> None:
         self.peak = self.now.copy()
-        self.peak_total = self.now.total()
+        self.peak_total = self._total

@@ -12,7 +12,7 @@ from shardwise.comm.collectives import Tensor
 from shardwise.comm.commons import Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
-from shardwise.comm.pairwise import Pairwise, others
+from shardwise.comm.pairwise import Pairwise
 from shardwise.comm.shm.commons import SharedCommons
 from shardwise.comm.shm.file import SharedFile
 from shardwise.comm.shm.neighbours import Neighbours
@@ -68,13 +68,13 @@ class Shared:
             return self._pairs.all_to_all(arrived, sent, group)
         self.ledger.called("all_to_all", group.axis)
         entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype)  # each pair has a length of its own
-        for place, rank in others(group):
+        for place, rank in group.others:
             if sent[place].numel():
                 self._count("all_to_all", group, sent[place].nbytes)
                 self._neighbours.offer(self._copied(sent[place]), entry.tag, [rank], to_one=True)
 
         def fetch() -> None:
-            for place, rank in others(group):
+            for place, rank in group.others:
                 if arrived[place].numel():
                     self._neighbours.take(rank, entry.tag, _copy_into(arrived[place], arrived[place].dtype))
 
@@ -142,7 +142,7 @@ class Shared:
     def _gather(self, verb: str, full: Tensor, group: Group) -> Work:
         entry = self.journal.enter(verb, group, full.numel(), full.dtype)
         chunks = full.chunk(len(group.ranks))
-        readers = [rank for _, rank in others(group)]
+        readers = [rank for _, rank in group.others]
         if not readers or not full.numel():
             return Done()
         own = chunks[group.index]
@@ -158,12 +158,12 @@ class Shared:
         return self._work(entry, fetch)
 
     def _fetch(self, chunks: Sequence[Tensor], group: Group, tag: int, wire: torch.dtype) -> None:
-        for place, rank in others(group):
+        for place, rank in group.others:
             self._neighbours.take(rank, tag, _copy_into(chunks[place], wire))
 
     def _offer_summands(self, verb: str, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
         """Let the others read `source` as `wire`."""
-        readers = [rank for _, rank in others(group)]
+        readers = [rank for _, rank in group.others]
         if not readers:
             return
         self._count(verb, group, len(readers) * (source.numel() // len(group.ranks)) * wire.itemsize)
@@ -191,7 +191,7 @@ class Shared:
         chunks = out.chunk(len(group.ranks))
         own = chunks[group.index]
         self._add_up(own, source, group, wire, tag)
-        readers = [rank for _, rank in others(group)]
+        readers = [rank for _, rank in group.others]
         lies_open = own.dtype == wire and self._neighbours.lies_open(own)
         offered = own if lies_open else self._copied(own, wire)
         if own.dtype != wire:
