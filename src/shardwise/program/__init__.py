@@ -10,6 +10,7 @@ from shardwise.program.action import (
     Block,
     Moment,
     Program,
+    UnitMoments,
 )
 from shardwise.program.build import (
     build_pass,
@@ -54,6 +55,7 @@ __all__ = [
     "States",
     "StepProgram",
     "Trace",
+    "UnitMoments",
     "UnitSpec",
     "Update",
     "build_pass",

@@ -44,6 +44,25 @@ class Moment:
         raise ProgramError(f"{text!r} is not a moment; one reads like 'before forward h.0' or 'after step'.")
 
 
+@dataclass(frozen=True, slots=True)
+class UnitMoments:
+    """The moments of one unit, made once: they are reported in every pass."""
+
+    before_forward: Moment
+    after_forward: Moment
+    before_backward: Moment
+    after_backward: Moment
+
+    @classmethod
+    def of(cls, unit: str) -> UnitMoments:
+        return cls(
+            Moment("before", "forward", unit),
+            Moment("after", "forward", unit),
+            Moment("before", "backward", unit),
+            Moment("after", "backward", unit),
+        )
+
+
 END_OF_BACKWARD = Moment("after", "backward")
 BEFORE_STEP = Moment("before", "step")
 DURING_STEP = Moment("during", "step")

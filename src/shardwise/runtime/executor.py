@@ -22,6 +22,9 @@ class BoundBlock:
 
     def __init__(self, block: Block, calls: Sequence[Call], journal: Journal, timeline: Timeline) -> None:
         self.moment = block.moment
+        ends_backward = (block.moment.edge, block.moment.phase) == ("after", "backward")
+        self.closes = block.moment.unit if ends_backward else ""
+        """The unit whose backward ends at this moment, if one does."""
         self._journal = journal
         self._steps = tuple(zip(block.actions, calls, strict=True))
         self._timeline = timeline

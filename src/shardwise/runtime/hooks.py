@@ -27,6 +27,10 @@ from shardwise.errors import ModelError
 from shardwise.storage import Flat, Unit
 
 Tensor = torch.Tensor
+Prehook = Callable[[object], None]
+"""Called by a node of autograd's graph with the gradients that it is about to use."""
+
+_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Listener(Protocol):
@@ -77,14 +81,18 @@ class Hooks:
 
     def add_site(self, unit: Unit, site: nn.Module, *, num_running: int = 0) -> None:
         """Gather `unit` before `site` runs. Calls of `site` that are running now will be seen only as they end."""
+        use = self._uses[unit.name]
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._before(unit, args, kwargs)
+            self._before(unit, use, args, kwargs)
 
         def after(_: nn.Module, args: object, output: object) -> None:  # noqa: ARG001
-            self._after(unit, output)
+            self._after(unit, use, output, open_backward)
 
-        self._uses[unit.name].depth += num_running
+        def open_backward(_: object) -> None:
+            self._open_backward(unit)
+
+        use.depth += num_running
         self._handles.append(site.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(site.register_forward_hook(after, always_call=True))
         self._hook_root()
@@ -123,36 +131,27 @@ class Hooks:
         """Whether a backward was begun whose end never came; asked while none runs."""
         return self._awaits_end
 
-    def _before(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, unit: Unit, use: _Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _in_backward():
             self._open_backward(unit)
             return
-        use = self._uses[unit.name]
         use.depth += 1
         if use.depth > 1:
             return
         self._listener.before_forward(unit)
-        if torch.is_grad_enabled() and (unit.name in self._inputs_decide or unit.has_frozen):
+        if (unit.has_frozen or unit.name in self._inputs_decide) and torch.is_grad_enabled():
             self._watch_inputs(unit, use, (args, kwargs))
 
-    def _after(self, unit: Unit, output: object) -> None:
-        use = self._uses[unit.name]
+    def _after(self, unit: Unit, use: _Use, output: object, open_backward: Prehook) -> None:
         if _in_backward():
-            self._watch_outputs(unit, output)
+            _watch_outputs(output, open_backward)
             return
         use.depth -= 1
         if use.depth == 0 and not _is_unwinding(output):
-            opaque = torch.is_grad_enabled() and not self._watch_outputs(unit, output)
+            opaque = torch.is_grad_enabled() and not _watch_outputs(output, open_backward)
             self._listener.after_forward(unit, opaque=opaque)
 
     # -- backward ---------------------------------------------------------------------------------------
-
-    def _watch_outputs(self, unit: Unit, output: object) -> bool:
-        """Open the unit's backward before any gradient of `output` is used. False if nothing could be watched."""
-        nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(lambda _: self._open_backward(unit))
-        return bool(nodes)
 
     def _watch_inputs(self, unit: Unit, use: _Use, inputs: object) -> None:
         """See the gradients of `inputs` go out, also those of a leaf (an embedding's output under adapters)."""
@@ -180,7 +179,8 @@ class Hooks:
                     raise ModelError(
                         f"The gradient of {flat.slots[index].name} is sparse; build the embedding with sparse=False."
                     )
-                self._await_end()
+                if not self._awaits_end:
+                    self._await_end()
                 flat.arrive(index, grad)
                 param.grad = None
                 if flat.complete():
@@ -190,7 +190,8 @@ class Hooks:
             self._handles.append(handle)
 
     def _open_backward(self, unit: Unit) -> None:
-        self._await_end()
+        if not self._awaits_end:
+            self._await_end()
         self._listener.before_backward(unit)
 
     def _close_backward(self, unit: Unit) -> None:
@@ -204,9 +205,8 @@ class Hooks:
             self._listener.after_backward(unit)
 
     def _await_end(self) -> None:
-        if not self._awaits_end:
-            self._awaits_end = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # torch has no public name
+        self._awaits_end = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # torch has no public name
 
     def _end(self) -> None:
         self._awaits_end = False
@@ -230,8 +230,16 @@ class Hooks:
 
 def _in_backward() -> bool:
     """Whether autograd is calling us: a forward is being recomputed."""
-    inside: Callable[[], int] = torch._C._current_graph_task_id
-    return inside() != -1
+    return _graph_task_id() != -1
+
+
+def _watch_outputs(output: object, open_backward: Prehook) -> bool:
+    """Open the unit's backward before any gradient of `output` is used. False if nothing could be watched."""
+    tensors = (output,) if isinstance(output, Tensor) else tensors_in(output)
+    nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    for node in nodes:
+        node.register_prehook(open_backward)
+    return bool(nodes)
 
 
 def _is_unwinding(output: object) -> bool:

@@ -15,7 +15,7 @@ import torch
 from shardwise.comm import World
 from shardwise.errors import StateError
 from shardwise.runtime.reach import Reach
-from shardwise.storage import FullState, Unit
+from shardwise.storage import Unit
 
 THROUGH, FAILED = b"through", b"failed"
 
@@ -116,4 +116,4 @@ def _kept(units: Sequence[Unit], keep_bytes: int | None) -> set[str]:
 
 
 def _is_whole(unit: Unit) -> bool:
-    return all(flat.state in (FullState.READY, FullState.RESIDENT) for flat in unit.flats)
+    return all(flat.is_whole for flat in unit.flats)

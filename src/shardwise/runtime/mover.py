@@ -46,7 +46,7 @@ class Mover:
     def gather(self, axis: str, subject: str) -> None:
         """Start to make `full` whole over `axis`, from what rests or what is held."""
         flat = self.flat
-        if flat.state in (FullState.READY, FullState.RESIDENT):
+        if flat.is_whole:
             return
         if flat.state is FullState.FLYING and axis not in self._spread:
             return

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -154,24 +154,27 @@ class Runner:
         training = self._is_training()
         if training and not self._in_pass:
             self._begin_pass()
-        moment = Moment("before", "forward", unit.name)
-        block = self._script().take(moment)
+        moment = unit.moments.before_forward
+        block = self._script(training=training).take(moment)
         self._run(block, moment, unit, training=training)
         self._make_sure(unit)
-        self._timeline.begin(UNITS, f"forward {unit.name}")
+        if self._timeline.is_on:
+            self._timeline.begin(UNITS, f"forward {unit.name}")
 
     def after_forward(self, unit: Unit, *, opaque: bool) -> None:
         if self._inference is not None:
             self._inference.release(unit)
             return
-        self._timeline.end(UNITS, f"forward {unit.name}")
+        if self._timeline.is_on:
+            self._timeline.end(UNITS, f"forward {unit.name}")
         if opaque:  # no output could be watched, so its backward cannot be foreseen: it stays whole
             self._kept.add(unit.name)
-        moment = Moment("after", "forward", unit.name)
-        block = self._script().take(moment)
-        if unit.name in self._kept and self._is_training():
+        training = self._is_training()
+        moment = unit.moments.after_forward
+        block = self._script(training=training).take(moment)
+        if training and unit.name in self._kept:
             return
-        self._run(block, moment, unit, training=self._is_training())
+        self._run(block, moment, unit, training=training)
 
     # -- events: backward -------------------------------------------------------------------------------
 
@@ -182,14 +185,16 @@ class Runner:
         if not self._in_pass:
             self._begin_pass()
         self._open_backwards.add(unit.name)
-        moment = Moment("before", "backward", unit.name)
+        moment = unit.moments.before_backward
         self._run(self._arrive_at(moment), moment, unit)
         self._make_sure(unit)
-        self._timeline.begin(UNITS, f"backward {unit.name}")
+        if self._timeline.is_on:
+            self._timeline.begin(UNITS, f"backward {unit.name}")
 
     def after_backward(self, unit: Unit) -> None:
         """See [Note: closings]."""
-        self._timeline.end(UNITS, f"backward {unit.name}")
+        if self._timeline.is_on:
+            self._timeline.end(UNITS, f"backward {unit.name}")
         self._open_backwards.discard(unit.name)
         self._kept.discard(unit.name)
         self._through[unit.name] = unit
@@ -199,7 +204,7 @@ class Runner:
     def end_of_backward(self) -> None:
         """Everything back to rest: reductions done, gathered buffers freed; and learn from what was recorded."""
         block = self._arrive_at(END_OF_BACKWARD)
-        for unit in self.units:  # those with parameters that got no gradient
+        for unit in self.units if self._timeline.is_on else ():  # those with parameters that got no gradient
             self._timeline.end(UNITS, f"backward {unit.name}")
         if block is not None:
             block.run()
@@ -216,17 +221,23 @@ class Runner:
 
     def _run(self, block: BoundBlock | None, moment: Moment, unit: Unit, *, training: bool = True) -> None:
         """What the program has for `moment`; without one what is due by the table, waited for at once."""
-        with self._reach.paused() if self._reach is not None else nullcontext():
-            if block is not None:
-                block.run()
-                return
-            if moment.edge == "before":
-                due = gather_due(unit.spec, moment, training=training)
-            else:
-                due = drop_due(unit.spec, moment, training=training, reduces=self._pass_reduces)
-            if unit.name in self._lasting:
-                due = tuple(action for action in due if action.verb != "free")
-            self._executor.run(moment, serial(due))
+        if self._reach is not None:
+            with self._reach.paused():
+                self._act(block, moment, unit, training=training)
+        else:
+            self._act(block, moment, unit, training=training)
+
+    def _act(self, block: BoundBlock | None, moment: Moment, unit: Unit, *, training: bool) -> None:
+        if block is not None:
+            block.run()
+            return
+        if moment.edge == "before":
+            due = gather_due(unit.spec, moment, training=training)
+        else:
+            due = drop_due(unit.spec, moment, training=training, reduces=self._pass_reduces)
+        if unit.name in self._lasting:
+            due = tuple(action for action in due if action.verb != "free")
+        self._executor.run(moment, serial(due))
 
     def _begin_pass(self) -> None:
         self._in_pass = True
@@ -242,18 +253,18 @@ class Runner:
         """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
         return torch.is_grad_enabled() if self._is_training_root is None else self._is_training_root
 
-    def _script(self) -> Script:
-        return self._training if self._is_training() else self._evaluation
+    def _script(self, *, training: bool) -> Script:
+        return self._training if training else self._evaluation
 
     def _make_sure(self, unit: Unit) -> None:
         """`unit` is whole when it computes, whatever the program thought."""
         for flat in unit.flats:
-            mover = self._executor.movers[flat.name]
+            if flat.is_whole:
+                continue
             if flat.state is FullState.FLYING:
-                mover.wait_full()
+                self._executor.movers[flat.name].wait_full()
             if flat.state is FullState.ABSENT:
-                moment = Moment("before", "forward", unit.name)
-                self._run(None, moment, unit)
+                self._run(None, unit.moments.before_forward, unit)
 
     # -- closings -----------------------------------------------------------------------------------------
 
@@ -269,12 +280,10 @@ class Runner:
     def _expected_closing(self) -> str:
         """The unit whose backward the program ends next, before anything else; "" if something else comes next."""
         expected = self._training.expected()
-        if expected is None or (expected.moment.edge, expected.moment.phase) != ("after", "backward"):
-            return ""
-        return expected.moment.unit
+        return expected.closes if expected is not None else ""
 
     def _close_as_planned(self, name: str) -> None:
-        block = self._training.take(Moment("after", "backward", name))
+        block = self._training.take(self._by_name[name].moments.after_backward)
         is_through = self._is_through(name)
         if not is_through:
             self.hooks.watch_inputs(self._by_name[name])
@@ -295,7 +304,7 @@ class Runner:
             if is_left and name not in self._known_left:
                 self._known_left.add(name)
                 self._is_wiser = True
-            moment = Moment("after", "backward", name)
+            moment = unit.moments.after_backward
             self._run(self._training.take(moment), moment, unit)
 
     def _is_through(self, name: str) -> bool:
@@ -427,7 +436,8 @@ class Runner:
         self._settle_reductions()
         left = [unit.name for unit in self.units if unit.has_partial_inbox()]
         for name in self._agree((), left):
-            self._run(None, Moment("after", "backward", name), self._by_name[name])
+            unit = self._by_name[name]
+            self._run(None, unit.moments.after_backward, unit)
         self.free_all()
 
     def after_step(self) -> None:

@@ -12,6 +12,7 @@ read at any time. What somebody writes to `full` is his own, and gone when it is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
@@ -84,6 +85,8 @@ class Flat:
         grad_dtype = torch_dtype(table.grad.dtype)
         self._room = Room(self.grad_span.numel, grad_dtype, meter) if spec.keeps_room else None
         self._fills_grad = fills_grad(spec)
+        self._factor = _factor(self._scale, torch_dtype(table.compute))
+        self._places = [(slot.shape, _strides(slot.shape), slot.start) for slot in self.slots]
         self.inbox: Tensor | None = None
         self.grad: Tensor | None = None
         self.due: Tensor | None = None
@@ -95,6 +98,11 @@ class Flat:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of `full` can be read."""
+        return self.state is FullState.READY or self.state is FullState.RESIDENT
 
     # -- birth ------------------------------------------------------------------------------------------
 
@@ -215,12 +223,12 @@ class Flat:
     def arrive(self, index: int, grad: Tensor) -> None:
         """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
         inbox = self._opened_inbox()
-        slot = self.slots[index]
-        view = inbox[slot.start : slot.span.stop].view(slot.shape)
+        shape, strides, start = self._places[index]
+        view = inbox.as_strided(shape, strides, inbox.storage_offset() + start)
         if self._in_inbox[index]:
             view.add_(grad, alpha=self._scale)
         else:
-            torch.mul(grad, self._scale, out=view)
+            torch.mul(grad, self._factor, out=view)
         self._in_inbox[index] = True
         self.touched[index] = True
         self._arrived.add(index)
@@ -358,6 +366,21 @@ class Flat:
 
 def _part(tensor: Tensor, span: Span) -> Tensor:
     return tensor[span.start : span.stop]
+
+
+def _factor(scale: float, dtype: torch.dtype) -> Tensor | float:
+    """What gradients of `dtype` are multiplied by, to the bit as by `scale`: a tensor if it can hold that exactly.
+
+    For a number torch makes a tensor in every call: of a gradient of 256 elements 2.8 us instead of 1.2. In fp32 the
+    number is rounded before it is used anyway; in bf16 and fp16 it is not, and only powers of two are exact.
+    """
+    factor = torch.tensor(scale, dtype=dtype)
+    return factor if dtype == torch.float32 or factor.item() == scale else scale
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _gaps(slots: Sequence[Slot], numel: int) -> list[Span]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.mesh import Mesh
 from shardwise.placement import Slot, pack, padded_numel
-from shardwise.program import FlatSpec, PlacedUpdate, UnitSpec, Update
+from shardwise.program import FlatSpec, PlacedUpdate, UnitMoments, UnitSpec, Update
 from shardwise.storage.flat import Flat
 from shardwise.storage.rows import Row
 from shardwise.storage.select import UnitChoice
@@ -28,9 +28,13 @@ class Unit:
     flats: tuple[Flat, ...]
     sites: list[nn.Module]
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.spec.name
+
+    @cached_property
+    def moments(self) -> UnitMoments:
+        return UnitMoments.of(self.name)
 
     @cached_property
     def has_frozen(self) -> bool:
