@@ -176,8 +176,12 @@ class Pairwise:
         Receives are posted first, and each rank begins with its right-hand neighbour, so that not
         everybody sends to the same one at once.
         """
-        works = [self._receive(arrived[place], rank, tag) for place, rank in group.others]
-        works += [self._send(sent[place], rank, tag) for place, rank in group.others]
+        transport = self._transport
+        try:
+            works = [transport.receive(arrived[place], rank, tag) for place, rank in group.others]
+            works += [transport.send(sent[place], rank, tag) for place, rank in group.others]
+        except LinkError as error:
+            raise self.journal.failure(error) from error
         return works
 
     def _count(self, verb: str, group: Group, num_bytes: int) -> None:

@@ -34,6 +34,7 @@ class Mover:
         self._coordinate = {axis: group.index for axis, group in groups.items()}
         self._wire = torch_dtype(flat.spec.table.wire)
         self._spans: dict[Axes, Span] = {}
+        self._parts_of_full: dict[Axes, Tensor] = {}
         self._spread: Axes = ()
         self._arriving: Work | None = None
         self._reduction: _Reduction | None = None
@@ -52,12 +53,12 @@ class Mover:
             return
         if flat.state is FullState.ABSENT:
             from_held = subject == "held" and flat.held is not None
-            source, span = (flat.held, flat.held_span) if from_held else (flat.param, flat.param_span)
+            source = flat.held if from_held else flat.param
             assert source is not None
             self._spread = flat.spec.table.held.shard if from_held else flat.spec.table.param.shard
             flat.raise_full()
             if flat.common is None:
-                flat.full[span.start : span.stop].copy_(source)
+                self._part_of_full(self._spread).copy_(source)
         for other in reversed(flat.spec.table.order):
             if other == axis:
                 break
@@ -68,7 +69,7 @@ class Mover:
 
     def _gather_over(self, axis: str) -> None:
         self._spread = tuple(other for other in self._spread if other != axis)
-        gathered, group = self._spanned(self.flat.full, self._spread), self._groups[axis]
+        gathered, group = self._part_of_full(self._spread), self._groups[axis]
         if self.flat.common is not None:  # it is there already
             self._count_read(gathered, group)
             return
@@ -226,6 +227,13 @@ class Mover:
         copies = 1 if source.dtype == self._wire else 2
         num_chunks = len(group.ranks) - (action.verb != "all_reduce")
         return copies * num_chunks * (source.numel() // len(group.ranks)) * self._wire.itemsize
+
+    def _part_of_full(self, shard: Axes) -> Tensor:
+        """What this rank has of `full` under `shard`. Bytes come and go, but the tensor stays, so it is made once."""
+        part = self._parts_of_full.get(shard)
+        if part is None:
+            part = self._parts_of_full[shard] = self._spanned(self.flat.full, shard)
+        return part
 
     def _spanned(self, tensor: Tensor, shard: Axes) -> Tensor:
         span = self._spans.get(shard)
