@@ -147,7 +147,7 @@ class Pairwise:
             out.copy_(source)
             return Done()
         own = chunks[group.index]
-        sent = chunks
+        sent: Sequence[Tensor] = chunks
         if source.dtype != wire:
             sent = [chunk.to(wire) if place != group.index else chunk for place, chunk in enumerate(chunks)]
         arrived = list(source.new_empty(source.numel() - own.numel(), dtype=wire).chunk(len(chunks) - 1))

@@ -17,7 +17,7 @@ from shardwise.comm import Collectives, Group, Work
 from shardwise.errors import CommError
 from shardwise.placement import Axes, Span
 from shardwise.program import Action, reduce_due, step_gradients
-from shardwise.storage import Flat, FullState, torch_dtype
+from shardwise.storage import Flat, FullState, Inbox, torch_dtype
 
 Tensor = torch.Tensor
 
@@ -212,12 +212,12 @@ class Mover:
             self.flat.state = FullState.READY
 
     def _first(self, *, in_step: bool) -> _Reduction:
-        source = self.flat.take_grad() if in_step else self.flat.open_inbox()
+        inbox = None if in_step else self.flat.open_inbox()
+        source = inbox.memory if inbox is not None else self.flat.take_grad()
         if source is None:  # no backward reached this buffer here, but others may wait for our part
-            source = self.flat.sum_memory(
-                self.flat.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
-            ).zero_()
-        return _Reduction(source, self.flat)
+            numel, dtype = self.flat.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
+            source = self.flat.sum_memory(numel, dtype).zero_()
+        return _Reduction(source, self.flat, inbox)
 
     def _staging_bytes(self, action: Action, source: Tensor, group: Group) -> int:
         """What the collective holds besides: the others' chunks, and ours if they are cast to be sent.
@@ -245,9 +245,11 @@ class Mover:
 class _Reduction:
     """A gradient on its way: what has been summed so far, and the collective that is under way."""
 
-    def __init__(self, source: Tensor, flat: Flat) -> None:
+    def __init__(self, source: Tensor, flat: Flat, inbox: Inbox | None) -> None:
         self.current = source
         self._flat = flat
+        self._inbox = inbox
+        """What `current` is the memory of, as long as it is that of an inbox."""
         self._meter = flat.meter
         self._meter.hold("working", flat.bytes_beside_room(source))
         self._next: Tensor | None = None
@@ -274,12 +276,15 @@ class _Reduction:
         self._meter.drop("working", self._staging_bytes)
         if not self._is_replaced:
             self._meter.drop("working", self._flat.bytes_beside_room(self.current))
+            if self._inbox is not None:
+                self._flat.take_back(self._inbox)
+        self._inbox = None
         self.current, self._next, self._work = self._next, None, None
 
     def finish(self, cast: Tensor) -> None:
         beside = self._flat.bytes_beside_room
         self._meter.hold("working", beside(cast) - beside(self.current))
-        self.current = cast
+        self.current, self._inbox = cast, None
         self.num_started += 1
 
     def release(self) -> None:

@@ -2,6 +2,7 @@
 
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import Flat, FullState
+from shardwise.storage.inbox import Inbox
 from shardwise.storage.rows import Row, rows_for
 from shardwise.storage.select import UnitChoice, choose_units
 from shardwise.storage.shared import share
@@ -10,6 +11,7 @@ from shardwise.storage.unit import Unit, make_unit, unit_spec
 __all__ = [
     "Flat",
     "FullState",
+    "Inbox",
     "Row",
     "Unit",
     "UnitChoice",

@@ -12,7 +12,6 @@ read at any time. What somebody writes to `full` is his own, and gone when it is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
@@ -22,6 +21,7 @@ from shardwise.comm import Common
 from shardwise.placement import Slot, Span
 from shardwise.program import FlatSpec, fills_grad, reduce_due
 from shardwise.storage.dtypes import torch_dtype
+from shardwise.storage.inbox import Inbox, place
 from shardwise.storage.room import Memory, OwnMemory, Room
 from shardwise.telemetry import ByteMeter
 
@@ -86,8 +86,11 @@ class Flat:
         self._room = Room(self.grad_span.numel, grad_dtype, meter) if spec.keeps_room else None
         self._fills_grad = fills_grad(spec)
         self._factor = _factor(self._scale, torch_dtype(table.compute))
-        self._places = [(slot.shape, _strides(slot.shape), slot.start) for slot in self.slots]
-        self.inbox: Tensor | None = None
+        self.inbox: Inbox | None = None
+        self._places = [place(slot) for slot in self.slots]
+        self._room_inbox: Inbox | None = None
+        self._used_inbox: Inbox | None = None
+        """One without bytes, for a later backward; see [Note: an inbox is used again]."""
         self.grad: Tensor | None = None
         self.due: Tensor | None = None
         self._in_inbox = [False] * len(self.slots)
@@ -222,9 +225,7 @@ class Flat:
 
     def arrive(self, index: int, grad: Tensor) -> None:
         """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
-        inbox = self._opened_inbox()
-        shape, strides, start = self._places[index]
-        view = inbox.as_strided(shape, strides, inbox.storage_offset() + start)
+        view = self._opened_inbox().views[index]
         if self._in_inbox[index]:
             view.add_(grad, alpha=self._scale)
         else:
@@ -233,22 +234,33 @@ class Flat:
         self.touched[index] = True
         self._arrived.add(index)
 
-    def _opened_inbox(self) -> Tensor:
+    def _opened_inbox(self) -> Inbox:
         """The inbox; a new one is undefined, but zero between parameters."""
         if self.inbox is None:
             self.inbox = self._new_inbox()
+            memory = self.inbox.memory
             for gap in self._gaps:
-                _part(self.inbox, gap).zero_()
-            self.meter.hold("grad" if self._waits_in_inbox else "working", self.bytes_beside_room(self.inbox))
+                _part(memory, gap).zero_()
+            self.meter.hold("grad" if self._waits_in_inbox else "working", self.bytes_beside_room(memory))
         return self.inbox
 
-    def _new_inbox(self) -> Tensor:
+    def _new_inbox(self) -> Inbox:
         if self._room is not None and self._fills_grad:
             room = self._room.take(self.memory if self._inbox_dtype == self._wire else self.own_memory)
             if room is not None:
-                return room
+                self._room_inbox = self._room_inbox or Inbox(room, self._places)
+                return self._room_inbox
+        used, self._used_inbox = self._used_inbox, None
+        if used is not None:
+            used.raise_bytes()
+            return used
         memory = self.own_memory if self._waits_in_inbox else self.memory
-        return memory.buffer(self.spec.numel, self._inbox_dtype)
+        return Inbox(memory.buffer(self.spec.numel, self._inbox_dtype), self._places)
+
+    def take_back(self, inbox: Inbox) -> None:
+        """`inbox` has been summed elsewhere, and nobody reads it any more: a later backward uses it again."""
+        if not self.is_in_room(inbox.memory) and inbox.free_bytes():
+            self._used_inbox = inbox
 
     def complete(self) -> bool:
         """Whether every parameter's gradient of this backward has come."""
@@ -262,23 +274,23 @@ class Flat:
         """Whether gradients lie in an inbox that should have been reduced by now."""
         return self.inbox is not None and not self._waits_in_inbox
 
-    def open_inbox(self) -> Tensor:
+    def open_inbox(self) -> Inbox:
         """What the backward left, ready to be reduced; zeros if it left nothing here."""
         self._opened_inbox()
         inbox = self.close_inbox()
         assert inbox is not None
         return inbox
 
-    def close_inbox(self) -> Tensor | None:
+    def close_inbox(self) -> Inbox | None:
         """What the backward left, zero for parameters that it did not reach."""
         inbox, self.inbox = self.inbox, None
         if inbox is None:
             return None
         for slot, arrived in zip(self.slots, self._in_inbox, strict=True):
             if not arrived:
-                inbox[slot.start : slot.span.stop].zero_()
+                _part(inbox.memory, slot.span).zero_()
         self._in_inbox = [False] * len(self.slots)
-        self.meter.drop("grad" if self._waits_in_inbox else "working", self.bytes_beside_room(inbox))
+        self.meter.drop("grad" if self._waits_in_inbox else "working", self.bytes_beside_room(inbox.memory))
         return inbox
 
     # -- where gradients wait ---------------------------------------------------------------------------
@@ -310,7 +322,8 @@ class Flat:
     def take_grad(self) -> Tensor | None:
         """Hand over what has waited for the step; from here on it is the caller's."""
         if self._waits_in_inbox:
-            return self.close_inbox()
+            inbox = self.close_inbox()
+            return inbox.memory if inbox is not None else None
         grad, self.grad = self.grad, None
         if grad is not None:
             self.meter.drop("grad", self.bytes_beside_room(grad))
@@ -376,11 +389,6 @@ def _factor(scale: float, dtype: torch.dtype) -> Tensor | float:
     """
     factor = torch.tensor(scale, dtype=dtype)
     return factor if dtype == torch.float32 or factor.item() == scale else scale
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _gaps(slots: Sequence[Slot], numel: int) -> list[Span]:
