@@ -15,7 +15,7 @@ from benchmarks.schedule import interleaved
 from benchmarks.show import show_figures
 
 PLAIN = "plain"
-ENGINES = (PLAIN, "fsdp2", "shardwise-zero3")
+ENGINES = (PLAIN, "bare", "fsdp2", "shardwise-zero3")
 DTYPES = ("fp32", "bf16")
 NUM_BLOCKS = 24
 WORLD_SIZE = 8

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from benchmarks.bare import Bare
+from benchmarks.echo import EchoTransport
 from benchmarks.figures import write_figures
 from benchmarks.host import DTYPES, ENGINES, NUM_BLOCKS, WORLD_SIZE
-from shardwise.comm import Done, Work
 
 DIM = 16
 LAYERS = 8  # a weight and a bias each: 16 parameters a block
@@ -45,47 +46,6 @@ class Block(nn.Module):
         return out
 
 
-class EchoTransport:
-    """The other ranks say what this one says to all, at once, and add nothing to what it sums.
-
-    So they agree on the model and on every verdict, as real ones would; what it copies counts against us. What is said
-    to all is rank 0's chunk, the first of its buffer. A chunk from further on is given away to be summed, and what
-    the others would give for it is not that: handed back, it would be a verdict that no ranks ever give.
-    """
-
-    name = "echo"
-
-    def __init__(self) -> None:
-        self._said: dict[tuple[int, int], Tensor] = {}
-
-    def send(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        self._said[rank, tag] = tensor
-        return Done()
-
-    def receive(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        return _Echo(self._said, tensor, (rank, tag))
-
-    def cut(self) -> None:
-        """There is nobody whose message one could wait for."""
-
-    def close(self) -> None:
-        return
-
-
-class _Echo:
-    def __init__(self, said: dict[tuple[int, int], Tensor], tensor: Tensor, key: tuple[int, int]) -> None:
-        self._said = said
-        self._tensor = tensor
-        self._key = key
-
-    def wait(self) -> None:
-        said = self._said.pop(self._key)
-        if said.storage_offset() == 0:
-            self._tensor.copy_(said)
-        else:
-            self._tensor.zero_()
-
-
 def plain(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
     if dtype == "bf16":
         model, x = model.bfloat16(), x.bfloat16()
@@ -108,6 +68,16 @@ def fsdp2(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
     return _parts(model, _adamw(model), x)
 
 
+def bare(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
+    """The least that any engine of this kind does, written down for this model; see `Bare`."""
+    if dtype == "bf16":
+        model, x = model.bfloat16(), x.bfloat16()
+    transport = EchoTransport()
+    units = [Bare(block, WORLD_SIZE, transport) for block in model]
+    optimizer = torch.optim.AdamW([unit.shard for unit in units], lr=1e-3, fused=True)
+    return _parts(model, optimizer, x)
+
+
 def zero3(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
     world = sw.World(0, WORLD_SIZE, EchoTransport())
     optimizer = _adamw(model)
@@ -126,7 +96,7 @@ def zero3(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
     return Parts(passes, update, agreed_bytes)
 
 
-MAKERS = dict(zip(ENGINES, (plain, fsdp2, zero3), strict=True))
+MAKERS = dict(zip(ENGINES, (plain, bare, fsdp2, zero3), strict=True))
 
 
 def measure(engine: str, dtype: str, steps: int) -> dict[str, float]:

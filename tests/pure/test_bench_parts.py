@@ -16,15 +16,20 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
+import shardwise as sw
 from benchmarks import fresh, peers
+from benchmarks.bare import Bare
 from benchmarks.compiled import ENGINES as COMPILED_ENGINES
 from benchmarks.compiled import PAIRS, faults_of
 from benchmarks.compiled import summary_of as compiled_summary
 from benchmarks.draw import draw_races
+from benchmarks.echo import EchoTransport
 from benchmarks.figures import read_figures, write_figures
 from benchmarks.fresh import RunError, run_ranks
 from benchmarks.host import summary_of as host_summary
+from benchmarks.host_rank import Block, measure
 from benchmarks.machine import allocator_settings, header, processor
 from benchmarks.model import batch_of, build_model
 from benchmarks.neighbours import Neighbours, Patience, busy_seconds, own_seconds
@@ -225,6 +230,30 @@ def test_host_time_is_what_comes_on_top_of_the_plain_model_in_the_same_round() -
     assert plain["over_plain"] == {"passes_seconds": 0.0, "update_seconds": 0.0}
     assert fsdp2["over_plain"]["passes_seconds"] == pytest.approx(0.5)
     assert fsdp2["whole_seconds"] == pytest.approx(1.6)
+
+
+def test_among_fake_ranks_steps_follow_their_program() -> None:
+    """Or what is measured is how long it takes to record one; `measure` raises then."""
+    assert measure("shardwise-zero3", "fp32", 2)["passes_seconds"] > 0
+
+
+def test_the_floor_of_host_time_trains_as_the_engine_does() -> None:
+    x = torch.randn(4, 16)
+    models = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    sgd = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    engine = sw.shard(models[0], "zero3", optimizer=sgd, world=sw.World(0, 8, EchoTransport()))
+    transport = EchoTransport()
+    bare = [Bare(block, 8, transport) for block in models[1]]
+    optimizer = torch.optim.SGD([unit.shard for unit in bare], lr=0.1)
+    for _ in range(3):
+        loss, same_loss = engine(x).square().sum(), models[1](x).square().sum()
+        torch.testing.assert_close(loss, same_loss)
+        engine.backward(loss)
+        engine.step()
+        same_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # -- fresh processes ----------------------------------------------------------------------------------------
