@@ -156,9 +156,10 @@ class Mover:
             return
         group, source = self._groups[action.over], reduction.current
         if action.verb == "reduce_scatter":
-            own = source.chunk(len(group.ranks))[group.index]
-            in_place = own.dtype == dtype and self.flat.is_in_room(source)
-            out = own if in_place else self.flat.sum_memory(own.numel(), dtype)
+            numel = source.numel() // len(group.ranks)
+            in_place = source.dtype == dtype and self.flat.is_in_room(source)
+            own = slice(group.index * numel, (group.index + 1) * numel)
+            out = source[own] if in_place else self.flat.sum_memory(numel, dtype)
             self._journal.subject = self._name
             work = self._collectives.reduce_scatter(out, source, group, self._wire)
         else:

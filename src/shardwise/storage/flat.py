@@ -225,7 +225,7 @@ class Flat:
 
     def arrive(self, index: int, grad: Tensor) -> None:
         """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
-        view = self._opened_inbox().views[index]
+        view = (self.inbox or self._opened_inbox()).views[index]
         if self._in_inbox[index]:
             view.add_(grad, alpha=self._scale)
         else:
