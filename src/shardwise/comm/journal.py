@@ -19,7 +19,7 @@ import sys
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -225,18 +225,20 @@ def _calls() -> tuple[str, str]:
     return inner or "exchange", f"{outer or 'exchange'}()"
 
 
-def _frame_of(thread_id: int) -> FrameType | None:
-    """Where a thread is.
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """While one looks at the frames of another thread.
 
     [Note: frames and garbage] The interpreter makes the list of frames under a lock that a new thread needs as well. If
     making it starts a garbage collection, what that calls may hand over to a thread that waits for the lock, and
-    nobody moves any more (CPython gh-106883; seen with 3.11.7). So there is none meanwhile.
+    nobody moves any more (CPython gh-106883; seen with 3.11.7). And if making a frame's `f_back` starts one, that thread
+    may have left the frame meanwhile, and what comes back is some other object (a dict, once in thousands of tests).
     """
     with _LOOKING:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames().get(thread_id)
+            yield
         finally:
             if collects:
                 gc.enable()
@@ -244,13 +246,14 @@ def _frame_of(thread_id: int) -> FrameType | None:
 
 def _where(thread_id: int) -> tuple[str, str]:
     """The library's function that a thread is in, and the line of the user's code: `("save()", "train.py:41")`."""
-    frame = _frame_of(thread_id)
     call = ""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE):
-            call = f"{frame.f_code.co_name}()"
-        elif not file.startswith((_TORCH, *_STANDARD, "<")):
-            return call, f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
+    with _without_collections():
+        frame = sys._current_frames().get(thread_id)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(_PACKAGE):
+                call = f"{frame.f_code.co_name}()"
+            elif not file.startswith((_TORCH, *_STANDARD, "<")):
+                return call, f"{Path(file).name}:{frame.f_lineno}"
+            frame = frame.f_back
     return call, ""
