@@ -231,8 +231,8 @@ def _without_collections() -> Iterator[None]:
 
     [Note: frames and garbage] The interpreter makes the list of frames under a lock that a new thread needs as well. If
     making it starts a garbage collection, what that calls may hand over to a thread that waits for the lock, and
-    nobody moves any more (CPython gh-106883; seen with 3.11.7). And if making a frame's `f_back` starts one, that thread
-    may have left the frame meanwhile, and what comes back is some other object (a dict, once in thousands of tests).
+    nobody moves any more (CPython gh-106883; seen with 3.11.7). And if making a frame's `f_back` starts one, the other
+    thread may have left that frame meanwhile: what came back was a dict, once in thousands of tests.
     """
     with _LOOKING:
         collects = gc.isenabled()
