@@ -157,7 +157,7 @@ class Nccl:
     def reclaim(self, tensor: Tensor) -> None:
         """What comes next on the stream comes after what was sent."""
 
-    def rest(self, *, keeps_some: bool) -> None:  # noqa: ARG002
+    def rest(self, *, keeps_some: bool) -> None:
         """Torch's allocator keeps what it keeps."""
 
     def commons(self, group: Group, parts: Sequence[Part]) -> None:

@@ -116,7 +116,7 @@ class Pairwise:
     def reclaim(self, tensor: Tensor) -> None:
         """What was sent has left it."""
 
-    def rest(self, *, keeps_some: bool) -> None:  # noqa: ARG002
+    def rest(self, *, keeps_some: bool) -> None:
         """Nothing is kept."""
 
     def commons(self, group: Group, parts: Sequence[Part]) -> None:
