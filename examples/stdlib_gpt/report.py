@@ -15,7 +15,7 @@ from shardwise.monitor import Progress, RunRecord, plot_loss, process_memory
 from shardwise.units import format_bytes
 
 if TYPE_CHECKING:
-    from shardwise.engine import MemoryReport
+    from shardwise.report import MemoryReport
 
 KINDS = {
     "param": "parameters",

@@ -86,7 +86,7 @@ def assert_same(one: Tensors, other: Tensors, *, rounded: bool) -> None:
 
 def steps_of(engine: sw.Engine) -> set[float]:
     """The optimizer's own step counters on this rank."""
-    optimizer = engine._require_optimizer()
+    optimizer = engine._works.require_optimizer()
     states = [optimizer.state_of(piece) for piece in optimizer.pieces]
     return {float(state["step"]) for state in states if state}
 

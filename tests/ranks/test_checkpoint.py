@@ -17,6 +17,7 @@ from twins import PRESETS_2, PRESETS_2X2, Transformer, adamw, batches, full_para
 import shardwise as sw
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.state import content
 from shardwise.testing import run_ranks
 
 CASES = [*PRESETS_2, *PRESETS_2X2, ("zero3", 3, None)]
@@ -143,7 +144,7 @@ def test_the_latest_is_taken_and_a_draft_never(tmp_path: Path) -> None:
 
 def everything(engine: sw.Engine) -> dict[str, torch.Tensor]:
     """This rank's pieces, states and buffers, copied."""
-    return {entry.key: entry.tensor.detach().clone() for entry in engine._content().entries}
+    return {entry.key: entry.tensor.detach().clone() for entry in content(engine._works).entries}
 
 
 def saved(folder: Path) -> Path:
@@ -229,7 +230,7 @@ def test_damage_is_refused_by_name_and_changes_nothing(damage: str, tmp_path: Pa
     hurt(saved(tmp_path))
 
     def work(engine: sw.Engine) -> Any:
-        scheduler = torch.optim.lr_scheduler.StepLR(engine._require_optimizer().optimizer, 2)
+        scheduler = torch.optim.lr_scheduler.StepLR(engine._works.require_optimizer().optimizer, 2)
         train(engine, range(2))
         scheduler.step()
         before, lr, last = everything(engine), scheduler.get_last_lr(), scheduler.state_dict()
@@ -262,7 +263,7 @@ def test_damage_found_before_the_first_step_leaves_nothing_behind(kind: str, tmp
         after = everything(engine)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before)
-        assert not any(engine._require_optimizer().optimizer.state.values())
+        assert not any(engine._works.require_optimizer().optimizer.state.values())
         return str(caught.value)
 
     letters = on_ranks(2, work, {"preset": "zero3"})

@@ -76,7 +76,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     for kind in ("param", "grad", "working"):
         assert report.measured[kind] == report.promised[kind], kind
     assert 0 <= report.measured["optim"] - report.promised["optim"] < 4 * 60, "but for step counters"
-    ledger, planned = engine._ledger, engine._runner.program
+    ledger, planned = engine._works.ledger, engine._works.runner.program
     coordinate = engine.mesh.coordinate(engine.world.rank)
     held = watch_update(engine)
     x, y = batches(1, rows=4 * engine.world.size)[0]
@@ -88,17 +88,17 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     assert sent == promised <= planned.sent_bytes()
     actions = [action for block in (*planned.micro_batch, *planned.step) for action in block.actions]
     assert sum(ledger.calls.values()) == sum(action.communicates for action in actions)
-    clock = _Walk({flat.name: flat.spec for flat in engine._flats}, coordinate)
+    clock = _Walk({flat.name: flat.spec for flat in engine._works.flats}, coordinate)
     for block in planned.step:
         if block.moment == DURING_STEP:
-            clock.walk(block, engine._runner.specs)
+            clock.walk(block, engine._works.runner.specs)
     assert sum(held) == clock.peak
     return {"program": engine.program()}
 
 
 def watch_update(engine: sw.Engine) -> list[int]:
     """From now on the most that each update held while it looked at whole parameters, beyond what was there."""
-    meter, run, peaks = engine._meter, engine._runner.during_step, []
+    meter, run, peaks = engine._works.sharding.meter, engine._works.runner.during_step, []
 
     def during_step() -> None:
         before = meter.now.total()
@@ -107,7 +107,7 @@ def watch_update(engine: sw.Engine) -> list[int]:
         assert meter.now.total() == before
         peaks.append(meter.peak_total - before)
 
-    engine._runner.during_step = during_step
+    engine._works.runner.during_step = during_step
     return peaks
 
 
@@ -395,7 +395,7 @@ def test_what_cannot_be_meant_is_refused(model: Transformer) -> None:
         Muon(hidden_matrices(model), iterate_in="fp16")  # type: ignore[arg-type]  # on purpose
 
     def work(engine: sw.Engine) -> None:
-        optimizer = engine._require_optimizer().optimizer
+        optimizer = engine._works.require_optimizer().optimizer
         with pytest.raises(ModelError, match=r"A parameter group with lr=0\.5 was added .* Add all groups"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5})
 
@@ -475,7 +475,7 @@ def test_with_rows_by_rule_clipping_and_accumulation(name: str, model: Transform
 
 def measure_step_of(num_micro_batches: int) -> Callable[[sw.Engine], dict[str, Any]]:
     def measure(engine: sw.Engine) -> dict[str, Any]:
-        ledger, planned = engine._ledger, engine._runner.program
+        ledger, planned = engine._works.ledger, engine._works.runner.program
         engine.world.barrier()
         ledger.clear()
         x, y = batches(1, rows=4)[0]

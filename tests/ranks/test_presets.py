@@ -46,13 +46,13 @@ def test_sends_and_holds_what_the_program_says(
     preset: str, num_ranks: int, mesh: Any, model: Transformer, *, shares_memory: bool
 ) -> None:
     def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger = engine._ledger
+        ledger = engine._works.ledger
         x, y = batches(1, rows=4 * engine.world.size)[0]
         engine.world.barrier()
         ledger.clear()
         engine.backward(engine(x, y))
         engine.step()
-        planned = engine._runner.program
+        planned = engine._works.runner.program
         calls = [
             action.verb.replace("agree", "all_reduce")
             for block in (*planned.micro_batch, *planned.step)
@@ -63,7 +63,7 @@ def test_sends_and_holds_what_the_program_says(
         return {
             "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()),
             "calls": (sum(ledger.calls.values()), len(calls)),
-            "recordings": engine._runner.num_recordings,
+            "recordings": engine._works.runner.num_recordings,
             "report": report,
         }
 

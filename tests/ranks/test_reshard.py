@@ -138,7 +138,7 @@ def test_only_what_is_missing_travels() -> None:
         with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
             rounds(engine, batches(2))
             for plan in ("zero1", "ddp", "zero3"):
-                ledger = engine._ledger
+                ledger = engine._works.ledger
                 before = ledger.sent_bytes["all_to_all", "world"]
                 engine.reshard(plan)
                 sent.append(ledger.sent_bytes["all_to_all", "world"] - before)

@@ -99,7 +99,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def step_of(engine: sw.Engine) -> None:
-    engine._require_optimizer().optimizer.step()
+    engine._works.require_optimizer().optimizer.step()
 
 
 def set_a_weight(engine: sw.Engine) -> None:
@@ -155,7 +155,7 @@ def test_a_change_by_hand_before_the_copy_is_refused(tmp_path: Path, late: threa
         late.clear()
         engine.world.barrier()
         engine.save(tmp_path, wait=False)
-        optimizer = engine._require_optimizer().optimizer
+        optimizer = engine._works.require_optimizer().optimizer
         shard = next(param for param in optimizer.param_groups[0]["params"] if param.numel())
         with torch.no_grad():
             (shard if what == "shard" else optimizer.state[shard]["exp_avg"]).mul_(2)
@@ -217,13 +217,13 @@ def test_saves_queue_up_one_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def work(engine: sw.Engine) -> int:
         train(engine)
         engine.save(tmp_path, wait=False)
-        memory = engine._saver._stage._memory.data_ptr()
+        memory = engine._state.saver._stage._memory.data_ptr()
         threading.Timer(0.2, slow.go.set).start()
         started = time.monotonic()
         train(engine)
         engine.save(tmp_path, wait=False)
         assert time.monotonic() - started > 0.05
-        assert engine._saver._stage._memory.data_ptr() == memory
+        assert engine._state.saver._stage._memory.data_ptr() == memory
         return 0
 
     on_ranks(2, work)  # the engine closes, and so waits for the second
@@ -290,9 +290,9 @@ def test_a_rank_that_never_finishes_is_named(tmp_path: Path) -> None:
 
     def work(engine: sw.Engine) -> None:
         train(engine)
-        engine._saver._timeout_seconds = 0.3
+        engine._state.saver._timeout_seconds = 0.3
         if engine.world.rank == 1:
-            engine._saver._write_behind = lambda *_: None  # type: ignore[method-assign]
+            engine._state.saver._write_behind = lambda *_: None  # type: ignore[method-assign]
         engine.save(tmp_path, wait=False)
         with pytest.raises(CheckpointError, match="rank 1 has not finished its file, which has not grown for 300 ms"):
             engine.wait_for_save()
@@ -362,7 +362,7 @@ def test_what_an_engine_remembers(tmp_path: Path) -> None:
     """Schedulers with whole-number keys and nested ones; a loader's place on each rank, in another world rank 0's."""
 
     def schedule(engine: sw.Engine) -> torch.optim.lr_scheduler.LRScheduler:
-        optimizer = engine._require_optimizer().optimizer
+        optimizer = engine._works.require_optimizer().optimizer
         first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
         second = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4, 4])
         return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], milestones=[3])
@@ -372,7 +372,7 @@ def test_what_an_engine_remembers(tmp_path: Path) -> None:
         for _ in range(num_steps):
             train(engine)
             scheduler.step()
-            rates.append(engine._require_optimizer().optimizer.param_groups[0]["lr"])
+            rates.append(engine._works.require_optimizer().optimizer.param_groups[0]["lr"])
         return rates
 
     def work(engine: sw.Engine) -> list[float]:
@@ -444,17 +444,16 @@ def test_numbers_stay_numbers_and_dtypes_stay_theirs(tmp_path: Path) -> None:
                 engine.backward(engine(torch.ones(2, 6)).sum())
                 engine.step()
             engine.save(tmp_path)
-            expected = [
-                dict(engine._require_optimizer().state_of(piece)) for piece in engine._require_optimizer().pieces
-            ]
+            adopted = engine._works.require_optimizer()
+            expected = [dict(adopted.state_of(piece)) for piece in adopted.pieces]
             optimizer.state.clear()
             group = optimizer.param_groups[0]
             group |= {"lr": 9.0, "betas": (0.0, 0.0)}
             group["tensor"].fill_(9)
             assert engine.resume(tmp_path) is not None
             assert (group["lr"], group["betas"], group["tensor"].item()) == (0.1, (0.5, 0.9), 0.25)
-            for piece, state in zip(engine._require_optimizer().pieces, expected, strict=True):
-                there = engine._require_optimizer().state_of(piece)
+            for piece, state in zip(adopted.pieces, expected, strict=True):
+                there = adopted.state_of(piece)
                 if piece.span.numel:
                     assert (there["count"], type(there["count"])) == (3, int)
                     assert there["sum"].dtype == torch.float64

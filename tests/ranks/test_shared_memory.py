@@ -51,11 +51,11 @@ def test_one_copy_is_read_by_all(model: Transformer) -> None:
     """What one rank writes where a parameter rests is what all others read, though nothing was sent."""
 
     def work(engine: sw.Engine) -> list[float]:
-        flat = engine._flats[0]
-        engine._ledger.clear()
-        engine._runner.open_params()
+        flat = engine._works.flats[0]
+        engine._works.ledger.clear()
+        engine._works.runner.open_params()
         flat.param.fill_(engine.world.rank + 1)
-        engine._runner.close_params()
+        engine._works.runner.close_params()
         engine.world.barrier()
         return sorted(set(flat.full.tolist()))
 
@@ -218,7 +218,7 @@ def test_where_nothing_can_rest_in_common_collectives_still_share(
     monkeypatch.setattr(SharedFile, "map_privately", refuse)
 
     def after(engine: sw.Engine) -> dict[str, Any]:
-        return {"how": str(engine), "rests_apart": all(flat.common is None for flat in engine._flats)}
+        return {"how": str(engine), "rests_apart": all(flat.common is None for flat in engine._works.flats)}
 
     data = batches(5, rows=12)
     run = sharded_run(model, data, "zero3", 3, None, after=after)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
+from shardwise.state import content
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -174,7 +175,7 @@ def full_params(engine: sw.Engine) -> dict[str, Tensor]:
 def _packed(engine: sw.Engine) -> bytes:
     pieces = [
         (entry.name, entry.span.start, entry.tensor.detach().float().clone())
-        for entry in engine._content().entries
+        for entry in content(engine._works).entries
         if entry.kind == "param" and entry.span.numel
     ]
     stream = io.BytesIO()

@@ -1,0 +1,134 @@
+"""What people read of an engine: the bytes of a rank, promised and measured, the table, and when what happened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.config import Plan
+from shardwise.placement import KINDS, Table, table_for
+from shardwise.program import Footprint, UnitSpec, plan_step, straight_trace
+from shardwise.telemetry import write_trace
+from shardwise.units import format_bytes, format_count
+from shardwise.works import Works
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this rank by kind: as the plan promised, as counted at the peak, and as replicas would need.
+
+    Kinds are `param`, `grad`, `optim` (states and master weights) and `working` (gathered parameters and
+    messages at their peak). Activations are the model's own and in none of them.
+    """
+
+    promised: dict[str, int]
+    measured: dict[str, int]
+    replicated: dict[str, int]
+
+    @property
+    def promised_total(self) -> int:
+        return sum(self.promised.values())
+
+    @property
+    def measured_total(self) -> int:
+        return sum(self.measured.values())
+
+    @property
+    def replicated_total(self) -> int:
+        return sum(self.replicated.values())
+
+
+def memory_of(works: Works) -> MemoryReport:
+    """Promise and measurement for this rank."""
+    specs = tuple(unit.spec for unit in works.sharding.units)
+    ddp = table_for(Plan(preset="ddp", precision=works.plan.precision), works.mesh)
+    replicas = tuple(_with_table(spec, ddp.on(works.mesh)) for spec in specs)
+    return MemoryReport(_by_kind(_footprint(works, specs)), _measured(works), _by_kind(_footprint(works, replicas)))
+
+
+def _footprint(works: Works, specs: tuple[UnitSpec, ...]) -> Footprint:
+    trace = works.runner.trace if specs == works.runner.specs else straight_trace(specs)
+    planned = plan_step(
+        specs,
+        trace,
+        prefetch_bytes=None if works.plan.prefetch_bytes == "auto" else works.plan.prefetch_bytes,
+        states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
+        coordinate=works.mesh.coordinate(works.world.rank),
+        num_micro_batches=works.plan.accumulate,
+    )
+    return planned.footprint
+
+
+def _with_table(unit: UnitSpec, table: Table) -> UnitSpec:
+    return replace(unit, flats=tuple(replace(flat, table=table) for flat in unit.flats))
+
+
+def _by_kind(footprint: Footprint) -> dict[str, int]:
+    return {
+        "param": footprint.param,
+        "grad": footprint.grad,
+        "optim": footprint.optim,
+        "working": footprint.working,
+    }
+
+
+def _measured(works: Works) -> dict[str, int]:
+    meter = works.sharding.meter
+    states = works.optimizer.state_bytes() if works.optimizer is not None else 0
+    resting = meter.now["param"] + meter.now["optim"]
+    return {
+        "param": meter.now["param"],
+        "grad": meter.peak["grad"],
+        "optim": meter.now["optim"] + states,
+        "working": max(0, meter.peak_total - resting - meter.peak["grad"]),
+    }
+
+
+def describe(works: Works) -> str:
+    """The table, the units, and the bytes of this rank."""
+    plan, world, table, units = works.plan, works.world, works.table, works.sharding.units
+    memory = memory_of(works)
+    lines = (
+        f"{plan.preset} on {works.mesh}, rank {world.rank} of {world.size}",
+        *_said_transports(works),
+        f"table, computing in {table.compute}, gradients travelling in {table.wire}",
+        *(f"  {kind:6} {table.place(kind)}" for kind in KINDS),
+        f"{len(units)} units",
+        *(f"  {unit.name:24} {_said_unit(unit.spec)}" for unit in units),
+        "bytes of this rank, as promised",
+        *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
+    )
+    return "\n".join(lines)
+
+
+def _said_transports(works: Works) -> list[str]:
+    """`bytes travel along local by shared memory, along node by gloo`"""
+    world, mesh = works.world, works.mesh
+    if world.size == 1:
+        return []
+    collectives = world.collectives(works.sharding.device)
+    lines = {axis: world.group(mesh, axis) for axis in mesh.axes if mesh.size(axis) > 1}
+    said = [f"along {axis} by {collectives.transport(line)}" for axis, line in lines.items()]
+    return [f"bytes travel {', '.join(said)}"]
+
+
+def _said_unit(unit: UnitSpec) -> str:
+    frozen = sum(flat.numel for flat in unit.flats if not flat.trainable)
+    numel = sum(flat.numel for flat in unit.flats)
+    return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "")
+
+
+@contextmanager
+def write_timeline(works: Works, path: Path) -> Iterator[None]:
+    """Write what every rank does inside to `path`, as rank 0. All ranks call."""
+    works.timeline.start()
+    try:
+        yield
+    finally:
+        events = works.timeline.stop()
+    told = works.world.exchange(json.dumps(events).encode())
+    if works.world.rank == 0:
+        write_trace(path, [json.loads(message) for message in told])

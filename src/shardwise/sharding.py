@@ -1,0 +1,83 @@
+"""Where a model lies by one plan: worked out and checked first, then laid into flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwise.birth import FirstValues, Wishes, check_same_everywhere
+from shardwise.comm import Commons, World
+from shardwise.config import Plan
+from shardwise.mesh import Mesh
+from shardwise.optim import vet
+from shardwise.placement import Table, mesh_for, table_for
+from shardwise.program import Update
+from shardwise.storage import Row, Unit, UnitChoice, choose_units, make_unit, rows_for, share
+from shardwise.telemetry import ByteMeter
+
+Updates = Mapping[nn.Parameter, Update]
+"""How each parameter is updated, as the optimizer said when it was vetted."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A model's flat buffers, unit by unit, with the plan that they follow and the count of their bytes."""
+
+    plan: Plan
+    mesh: Mesh
+    table: Table
+    updates: Updates
+    units: list[Unit]
+    commons: list[Commons]
+    meter: ByteMeter
+
+    @property
+    def device(self) -> torch.device:
+        return self.units[0].flats[0].device
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a plan means for one model in one world. Nothing has been changed for it yet."""
+
+    plan: Plan
+    mesh: Mesh
+    table: Table
+    choices: list[UnitChoice] = field(repr=False)
+    rows: dict[nn.Parameter, Row] = field(repr=False)
+
+    def carry_out(self, world: World, device: torch.device, updates: Updates) -> Sharding:
+        """Make the flat buffers, to be filled by the caller. All ranks call."""
+        meter = ByteMeter()
+        coordinate = self.mesh.coordinate(world.rank)
+        every = [make_unit(each, self.rows, self.mesh, coordinate, meter, device, updates) for each in self.choices]
+        units = [unit for unit in every if unit.flats]
+        flats = [flat for unit in units for flat in unit.flats]
+        commons = share(flats, world.collectives(device), self.mesh, world.rank)
+        return Sharding(self.plan, self.mesh, self.table, updates, units, commons, meter)
+
+
+def design(model: nn.Module, plan: Plan, world_size: int) -> Design:
+    """Raises `ConfigError` for a plan that cannot be meant for this model on this many ranks."""
+    mesh = mesh_for(plan, world_size)
+    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows_for(model, plan, mesh))
+
+
+def lay(
+    model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer | None, world: World, wishes: Wishes
+) -> Sharding:
+    """Lay a plain model into flat buffers, with its first values. All ranks call.
+
+    Raises `ConfigError` or `ModelError` before anything is changed.
+    """
+    table_for(plan, mesh_for(plan, world.size))  # of a plan that does not fit the world one should hear first
+    updates = vet(optimizer, model) if optimizer is not None else {}
+    check_same_everywhere(model, world)
+    designed = design(model, plan, world.size)
+    values = FirstValues(model, wishes, world)
+    sharding = designed.carry_out(world, values.device, updates)
+    values.settle(sharding.units)
+    return sharding

@@ -1,0 +1,116 @@
+"""What of an engine outlives its process or its plan: checkpoints written and read, and the way to another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import (
+    Belongings,
+    Content,
+    Keep,
+    Loaded,
+    Request,
+    Saver,
+    Stateful,
+    content_of,
+    find,
+    load,
+    rng,
+)
+from shardwise.config import Plan
+from shardwise.errors import ConfigError, StateError
+from shardwise.sharding import design
+from shardwise.works import Works, scaler_for
+
+
+class State:
+    """The checkpoints of one engine, and the objects that are remembered in them."""
+
+    def __init__(self, saver: Saver) -> None:
+        self.saver = saver
+        self.remembered: dict[str, Stateful] = {}
+
+    def save(
+        self,
+        works: Works,
+        folder: Path,
+        step: int | None,
+        user_state: Mapping[str, Any],
+        *,
+        wait: bool,
+        keep: Keep,
+        metrics: Mapping[str, float],
+    ) -> Path:
+        """See `Engine.save`."""
+        progress = works.progress
+        kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
+        if progress.scaler is not None:
+            kept["loss_scale"] = progress.scaler.state_dict()
+        request = Request(
+            folder,
+            progress.num_steps if step is None else step,
+            layout=f"{works.table.optim} on {works.mesh}",
+            state=kept,
+            metrics=dict(metrics),
+            keep=keep,
+            memories={
+                "generators": rng.capture(),
+                "objects": {name: thing.state_dict() for name, thing in self.remembered.items()},
+            },
+        )
+        return self.saver.save(request, content(works), wait=wait)
+
+    def resume(self, works: Works, folder: Path) -> Loaded | None:
+        """See `Engine.resume`."""
+        self.saver.settle()
+        path = find(folder, works.world)
+        if path is None:
+            return None
+        works.runner.open_params()
+        loaded = load(path, content(works), works.optimizer, works.world, self.remembered)
+        progress = works.progress
+        progress.num_steps = int(loaded.state["num_steps"])
+        if progress.scaler is not None and "loss_scale" in loaded.state:
+            progress.scaler.load_state_dict(loaded.state["loss_scale"])
+        works.zero_grad()
+        works.runner.restore_params()
+        return replace(loaded, state=loaded.state["user"])
+
+
+def content(works: Works) -> Content:
+    """What a checkpoint holds of this rank, in live memory."""
+    own_buffers = not works.plan.sync_buffers
+    return content_of(works.model, works.flats, works.optimizer, works.world.rank, own_buffers=own_buffers)
+
+
+def reshard(works: Works, plan: Plan) -> Works:
+    """Works for another plan, with all that `works` had; those are taken down. All ranks call, between steps.
+
+    Refuses with `ConfigError` or `StateError`, before anything is changed.
+    """
+    model, world, progress = works.model, works.world, works.progress
+    designed = design(model, plan, world.size)
+    if len(set(world.exchange(plan.model_dump_json().encode()))) > 1:
+        raise ConfigError("The ranks gave reshard() different plans; give all of them the same.")
+    if world.any_rank(any(any(flat.touched) for flat in works.flats)):
+        raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
+    optimizer = works.optimizer.optimizer if works.optimizer is not None else None
+    device, updates, before_change = works.sharding.device, works.sharding.updates, works.before_change
+    if plan.precision != works.plan.precision:
+        progress = replace(progress, scaler=scaler_for(plan))
+    belongings = Belongings(works.flats, works.optimizer, world)
+    works.take_down()
+    sharding = designed.carry_out(world, device, updates)
+    states: dict[str, dict[str, Any]] = {}
+    for unit in sharding.units:
+        for flat in unit.flats:
+            states |= belongings.move_into(flat, world.collectives(device))
+    renewed = Works(model, optimizer, sharding, world, progress, before_change)
+    if renewed.optimizer is not None:
+        for piece in renewed.optimizer.pieces:
+            renewed.optimizer.put_state(piece, states.get(piece.name, {}))
+    renewed.runner.restore_params()
+    return renewed

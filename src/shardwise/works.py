@@ -1,0 +1,231 @@
+"""What turns while a model trains by one plan: hooks, programs, the adopted optimizer, and the step that they take.
+
+The optimizer's own hooks lead here, so a step is the same whoever asks for it: `engine.step()`, `optimizer.step()`, or
+a loop that knows nothing of engines. Another plan makes other works (`state.reshard`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.access import Access
+from shardwise.comm import World
+from shardwise.config import Plan
+from shardwise.errors import StateError
+from shardwise.optim import AdoptedOptimizer, Company
+from shardwise.precision import LossScaler, Verdict, cast_floating, clip, norm_of, scale_gradients
+from shardwise.runtime import BufferSync, Executor, Runner
+from shardwise.sharding import Sharding
+from shardwise.storage import torch_dtype
+
+
+@dataclass
+class Progress:
+    """How far training has come. It outlives the works of one plan."""
+
+    num_steps: int = 0
+    gradient_norm: float | None = None
+    scaler: LossScaler | None = None
+
+
+def scaler_for(plan: Plan) -> LossScaler | None:
+    return LossScaler(plan.loss_scale) if plan.precision == "fp16" else None
+
+
+class Works:
+    """Ties one sharded model to its hooks, programs and optimizer, and takes its steps.
+
+    `before_change` is called before a step changes what an optimizer holds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        sharding: Sharding,
+        world: World,
+        progress: Progress,
+        before_change: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.world = world
+        self.sharding = sharding
+        self.plan, self.mesh, self.table = sharding.plan, sharding.mesh, sharding.table
+        self.flats = [flat for unit in sharding.units for flat in unit.flats]
+        self.progress = progress
+        self.before_change = before_change
+        self._num_micro_batches = 0
+        self._is_prepared = self._is_scaled = False
+        self._is_taken = True
+        self._tie(optimizer)
+
+    def _tie(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Hooks to programs, programs to collectives, the optimizer to its pieces."""
+        collectives = self.world.collectives(self.sharding.device)
+        collectives.prepare(self.mesh)
+        groups = {axis: self.world.group(self.mesh, axis) for axis in self.mesh.axes}
+        company = Company(self.flats, collectives, self.mesh, self.world.rank, self._during_step)
+        self._verdict = Verdict(self.flats, collectives, groups)
+        self._buffers = BufferSync(self.model, self.world)
+        executor = Executor(self.flats, collectives, groups)
+        executor.provide("verdict", lambda action: self._verdict.sum_over(action.over))
+        executor.provide("buffers", lambda _: self._buffers.share())
+        executor.provide("norms", company.add_norms)
+        executor.provide("update", company.hand_over)
+        self.optimizer = self._adopted(optimizer, company) if optimizer is not None else None
+        self.runner = Runner(
+            self.model,
+            self.sharding.units,
+            executor,
+            self.world.exchange,
+            self.sharding.commons,
+            prefetch_bytes=None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes,
+            compile_backend=self.plan.compile,
+        )
+        self.access = Access(self.model, self.runner, executor.movers, self.optimizer)
+        self.ledger = collectives.ledger
+        self.timeline = executor.timeline
+        self._cast_handle = self.model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+
+    def _adopted(self, optimizer: torch.optim.Optimizer, company: Company) -> AdoptedOptimizer:
+        return AdoptedOptimizer(
+            optimizer,
+            self.flats,
+            before=self._before_step,
+            after=self._after_step,
+            forget=self.zero_grad,
+            company=company,
+        )
+
+    def require_optimizer(self) -> AdoptedOptimizer:
+        if self.optimizer is None:
+            raise StateError(
+                "This engine has no optimizer; give one to shard(model, plan, optimizer=...) to take steps."
+            )
+        return self.optimizer
+
+    def unhook(self) -> None:
+        """Leave the model and the optimizer alone from now on."""
+        self.runner.remove()
+        self._cast_handle.remove()
+        if self.optimizer is not None:
+            self.optimizer.release()
+
+    def take_down(self) -> None:
+        """Unhook, give the optimizer its parameters back, and let go of the flat buffers."""
+        self.unhook()
+        if self.optimizer is not None:
+            self.optimizer.give_back()
+        self.runner.dissolve()
+        self.__dict__.clear()
+
+    # -- what a loop asks for ---------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.scale(loss / self.plan.accumulate).backward()  # type: ignore[no-untyped-call]  # torch's own
+        self._num_micro_batches += 1
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        self._is_scaled = True
+        scaler = self.progress.scaler
+        return loss if scaler is None else loss * scaler.scale
+
+    def step(self) -> float | None:
+        """The gradient norm; `None` if more micro-batches are to come."""
+        if self._num_micro_batches % self.plan.accumulate:
+            return None
+        self.require_optimizer().optimizer.step()
+        return self.progress.gradient_norm
+
+    def clip_gradients(self, max_norm: float, norm_type: float) -> float:
+        """The norm before. All ranks call."""
+        norm = self.prepare_gradients()
+        if norm_type != 2:
+            norm = norm_of(self.flats, norm_type, self.world.exchange)
+        clip(self.flats, norm, max_norm)
+        return norm
+
+    def zero_grad(self) -> None:
+        self._is_prepared = self._is_scaled = False
+        self._num_micro_batches = 0
+        for flat in self.flats:
+            flat.drop_gradients()
+        if self.optimizer is not None:
+            self.optimizer.withdraw_gradients()
+
+    def prepare_gradients(self) -> float:
+        """Bring gradients to where the update needs them, once per step, and agree on their norm. All ranks call."""
+        if not self._is_prepared or self.progress.gradient_norm is None:
+            self.runner.before_step()
+            norm = self._verdict.pronounce()
+            if self._verdict.is_incomplete:
+                self.runner.reduce_unforeseen()
+                self.runner.before_step()
+                norm = self._verdict.pronounce()
+            if self.progress.scaler is not None:
+                norm = self._unscale(self.progress.scaler, norm)
+            self.progress.gradient_norm = norm
+            self._is_prepared = True
+        return self.progress.gradient_norm
+
+    def show_gradients(self) -> None:
+        """Let gradients be read as the step will find them. Without an optimizer there is none. All ranks call."""
+        if self.optimizer is not None:
+            self.prepare_gradients()
+
+    def _unscale(self, scaler: LossScaler, norm: float) -> float:
+        """Take the loss scale out of the gradients and of their norm; learn whether the step may be taken."""
+        if not self._is_scaled:
+            raise StateError(
+                "precision fp16 needs a scaled loss, but the gradients are not. Call engine.backward(loss), or "
+                "engine.scale(loss).backward(), in the place of loss.backward()."
+            )
+        scale = scaler.scale
+        self._is_taken = scaler.judge(norm)
+        if not self._is_taken:
+            return norm
+        scale_gradients(self.flats, 1 / scale)
+        return norm / scale
+
+    # -- the optimizer's step, whoever asks for it ------------------------------------------------------
+
+    def _before_step(self) -> None:
+        norm = self.prepare_gradients()
+        if not self._is_taken:
+            return  # without gradients an optimizer changes nothing
+        self.runner.open_params()
+        if self.plan.clip_grad_norm is not None:
+            clip(self.flats, norm, self.plan.clip_grad_norm)
+        self.before_change()
+        self.require_optimizer().offer_gradients()
+
+    def _during_step(self) -> None:
+        """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
+        if self._is_taken:
+            self.runner.during_step()
+
+    def _after_step(self) -> None:
+        self.require_optimizer().withdraw_gradients()
+        if not self._is_taken:
+            self._is_taken = True
+            self.zero_grad()
+            return
+        if self.plan.sync_buffers and not self._buffers.is_learnt and self.world.size > 1:
+            self.runner.foresee_buffers(self._buffers.learn())
+        self.runner.after_step()
+        self._is_prepared = self._is_scaled = False
+        self._num_micro_batches = 0
+        self.progress.num_steps += 1
+
+    def _cast_inputs(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.table.compute not in ("bf16", "fp16"):
+            return None
+        dtype = torch_dtype(self.table.compute)
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
