@@ -197,6 +197,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         result: Any,
         state: Tensor | None,
     ) -> Any:
+        """Add the call to the tape; returns its result without memory, as what is to be replayed."""
         device = _device(args, kwargs)
         made: list[tuple[Tensor, Ref]] = []
 
@@ -212,17 +213,13 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         shown = {id(tensor): _ref(tensor) for tensor in written}
         overwritten = tuple(ref.origin for ref in shown.values() if _name(func) in OVERWRITE and ref.covers_all)
         recorded_args, recorded_kwargs = tree_map(_recorded, (args, kwargs))
-        refs = [leaf for leaf in tree_iter((recorded_args, recorded_kwargs)) if isinstance(leaf, Ref)]
-        reads_shape_only = _name(func).endswith("_like") or _name(func).startswith("new_")
-        blind = _name(func) in OVERWRITE
-        needs = () if reads_shape_only else tuple(r for r in refs if not (blind and r.origin in overwritten))
         operation = Operation(
             next(self._recorder.numbers),
             func,
             recorded_args,
             recorded_kwargs,
             tuple(ref for _, ref in made),
-            needs,
+            _needed(func, recorded_args, recorded_kwargs, overwritten),
             overwritten,
             torch.get_default_dtype(),
             state,
@@ -332,6 +329,16 @@ def _device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
         return torch.device(kwargs["device"])
     tensors = [leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     return next((tensor.device for tensor in tensors if tensor.dim()), torch.device("cpu"))
+
+
+def _needed(
+    func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], overwritten: Sequence[Origin]
+) -> tuple[Ref, ...]:
+    """The tensors among the recorded arguments whose values the call looks at, and not at their shapes only."""
+    if _name(func).endswith("_like") or _name(func).startswith("new_"):
+        return ()
+    refs = (leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Ref))
+    return tuple(ref for ref in refs if ref.origin not in overwritten)
 
 
 # -- its arguments, otherwise -----------------------------------------------------------------------------

@@ -78,18 +78,9 @@ def content_of(
     for name, param in every:
         first.setdefault(param, name)
     content = Content(ties={name: first[param] for name, param in every if first[param] != name})
-    in_sight = {param.untyped_storage().data_ptr() for param in first}
-    written: dict[str, Span] = {}
-    for flat in flats:
-        kept, mine = _kept(flat.spec, flat.coordinate), _given(flat.spec, flat.coordinate)
-        for index, slot in enumerate(flat.slots):
-            content.shapes[slot.name] = slot.shape
-            span, written[slot.name] = (slot.span.overlap(part).within(slot.span) for part in (kept, mine))
-            tensor = flat.param_piece(index)
-            is_hidden = tensor.untyped_storage().data_ptr() not in in_sight
-            content.entries.append(Entry("param", slot.name, span, tensor, written[slot.name], is_hidden=is_hidden))
-    known = {param for flat in flats for param in flat.params}
-    loose = [(name, param.detach()) for param, name in first.items() if param not in known]
+    written = _add_params(content, flats, in_sight={param.untyped_storage().data_ptr() for param in first})
+    sharded = {param for flat in flats for param in flat.params}
+    loose = [(name, param.detach()) for param, name in first.items() if param not in sharded]
     kind = f"buffer.{rank}" if own_buffers and rank else "buffer"
     for name, tensor in (*loose, *_persistent_buffers(model)):
         content.shapes[name] = tuple(tensor.shape)
@@ -135,6 +126,20 @@ def _kept(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
 
 def _kept_shard(spec: FlatSpec) -> Axes:
     return (spec.table.optim if spec.trainable else spec.table.param).shard
+
+
+def _add_params(content: Content, flats: Sequence[Flat], in_sight: set[int]) -> dict[str, Span]:
+    """The sharded parameters; returns what of each this rank writes. `in_sight` are the model's storages."""
+    written: dict[str, Span] = {}
+    for flat in flats:
+        kept, given = _kept(flat.spec, flat.coordinate), _given(flat.spec, flat.coordinate)
+        for index, slot in enumerate(flat.slots):
+            content.shapes[slot.name] = slot.shape
+            span, written[slot.name] = (slot.span.overlap(part).within(slot.span) for part in (kept, given))
+            tensor = flat.param_piece(index)
+            is_hidden = tensor.untyped_storage().data_ptr() not in in_sight
+            content.entries.append(Entry("param", slot.name, span, tensor, written[slot.name], is_hidden=is_hidden))
+    return written
 
 
 def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mapping[str, Span]) -> None:

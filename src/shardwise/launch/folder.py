@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.ranks import RankFiles
@@ -41,11 +40,6 @@ class Folder:
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._keep:
             shutil.rmtree(self._root, ignore_errors=True)

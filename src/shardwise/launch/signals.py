@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -49,12 +49,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         return self.install()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
@@ -80,12 +75,7 @@ class SignalLog:
         self._replaced = _replace(numbers, self._receive)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _restore(self._replaced)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:

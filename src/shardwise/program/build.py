@@ -45,16 +45,13 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
         names = {flat.name for flat in unit.flats}
         due: Actions = ()
         if moment.edge == "before":
-            missing = tuple(flat for flat in unit.flats if flat.name not in whole)
+            missing = [flat for flat in unit.flats if flat.name not in whole]
             due = tuple(action for flat in missing for action in _gather(flat, from_held=flat.name in held))
             whole |= names
             held -= names
         elif moment.phase == "backward" or not _is_next(by_name, trace, index, whole):
-            due = tuple(
-                action
-                for action in drop_due(unit, moment, training=training, reduces=reduces)
-                if action.flat in whole or action.subject == "grad"
-            )
+            drops = drop_due(unit, moment, training=training, reduces=reduces)
+            due = tuple(action for action in drops if action.flat in whole or action.subject == "grad")
         whole -= {action.flat for action in due if action.verb == "free"}
         held |= {action.flat for action in due if action.verb == "slice"}
         blocks.append(Block(moment, due))
