@@ -92,14 +92,7 @@ def deepspeed(build: Build, race: Race, *, stage: int) -> Step:
     model = build()
     engine: Any
     engine, *_ = ds.initialize(model=model, optimizer=_adamw(model), config=config)
-
-    def step(tokens: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
+    return _engine_step(engine)
 
 
 def shardwise(build: Build, race: Race, *, plan: str, **options: str) -> Step:
@@ -110,14 +103,7 @@ def shardwise(build: Build, race: Race, *, plan: str, **options: str) -> Step:
     model = build()
     settings = {"preset": plan, "precision": race.dtype, **options}
     engine = sw.shard(model, settings, optimizer=_adamw(model), world=world)
-
-    def step(tokens: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
+    return _engine_step(engine)
 
 
 ENGINES: dict[str, Callable[[Build, Race], Step]] = {
@@ -164,6 +150,18 @@ def _optimizer(model: nn.Module, dtype: str) -> torch.optim.Optimizer | MasterAd
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def _engine_step(engine: Any) -> Step:
+    """For engines that have a `backward` and a `step` of their own."""
+
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = engine(tokens)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
 
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer | MasterAdamW) -> Step:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import PRESETS_2, PRESETS_2X2, Transformer, adamw, batches
+from twins import PRESETS_2, PRESETS_2X2, Transformer, adamw, batches, plan_of, train_steps, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from shardwise.testing import run_ranks
 
 CASES = [*PRESETS_2, *PRESETS_2X2, ("zero3", 3, None), ("zero3", 1, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in CASES]
@@ -35,22 +34,7 @@ def case(request: pytest.FixtureRequest) -> tuple[str, int, Any]:
 
 def on_ranks(case: tuple[str, int, Any], work: Callable[[sw.Engine], Any], precision: str = "fp32") -> list[Any]:
     preset, num_ranks, mesh = case
-    replicas = [start() for _ in range(num_ranks)]
-
-    def rank(world: sw.World) -> Any:
-        model = replicas[world.rank]
-        plan = {"preset": preset, "precision": precision, **({"mesh": mesh} if mesh else {})}
-        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
-            return work(engine)
-
-    return run_ranks(num_ranks, rank)
-
-
-def train(engine: sw.Engine, num_steps: int = 2) -> None:
-    for x, y in batches(num_steps, rows=12):
-        mine = [part.chunk(engine.world.size)[engine.world.rank] for part in (x, y)]
-        engine.backward(engine(*mine))
-        engine.step()
+    return work_on_ranks(num_ranks, work, plan_of(preset, mesh, precision=precision), start)
 
 
 def twin_after(num_steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -65,11 +49,11 @@ def twin_after(num_steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_state_dict_is_the_plain_models(case: tuple[str, int, Any]) -> None:
     def work(engine: sw.Engine) -> Any:
-        train(engine)
+        train_steps(engine, range(2))
         only = engine.state_dict(rank_0_only=True)
         assert bool(only) == (engine.world.rank == 0)
-        train(engine, 1)
-        train(engine, 1)
+        train_steps(engine, range(1))
+        train_steps(engine, range(1))
         return only
 
     state = on_ranks(case, work)[0]
@@ -88,7 +72,7 @@ def test_load_state_dict_round(case: tuple[str, int, Any]) -> None:
 
     def work(engine: sw.Engine) -> Any:
         engine.load_state_dict(wanted)
-        train(engine, 1)
+        train_steps(engine, range(1))
         engine.load_state_dict(wanted)
         x, y = batches(1, rows=12)[0]
         with torch.no_grad():
@@ -111,7 +95,7 @@ def test_get_and_set_by_name(case: tuple[str, int, Any]) -> None:
 
     def work(engine: sw.Engine) -> Any:
         assert engine.get(NAME, "exp_avg") is None
-        train(engine)
+        train_steps(engine, range(2))
         mine = [part.chunk(engine.world.size)[engine.world.rank] for part in (x, y)]
         engine.backward(engine(*mine))
         found = {what: engine.get(NAME, what) for what in ("param", "grad", "exp_avg")}
@@ -138,7 +122,7 @@ def test_get_and_set_by_name(case: tuple[str, int, Any]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gathered_parameters_can_be_edited(case: tuple[str, int, Any], precision: str) -> None:
     def work(engine: sw.Engine) -> Any:
-        train(engine, 1)
+        train_steps(engine, range(1))
         before = engine.state_dict()
         params = dict(engine.module.named_parameters())
         with engine.gathered(NAME, "norm.weight", "blocks.0.down.weight", write=True), torch.no_grad():
@@ -149,7 +133,7 @@ def test_gathered_parameters_can_be_edited(case: tuple[str, int, Any], precision
         with engine.gathered():
             whole = {name: param.detach().float().clone() for name, param in params.items()}
         after = engine.state_dict()
-        train(engine, 1)
+        train_steps(engine, range(1))
         return before, after, whole
 
     for before, after, whole in on_ranks(case, work, precision):

@@ -13,7 +13,7 @@ from allocations import Allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from twins import Batch, Transformer, batches
+from twins import Transformer, batches, plan_of, train, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint.index import read_index
@@ -42,28 +42,7 @@ def optimizer_of(made: nn.Module) -> torch.optim.Optimizer:
 
 
 def on_ranks(num_ranks: int, plan: dict[str, Any], work: Callable[[sw.Engine], Any]) -> list[Any]:
-    replicas = [model() for _ in range(num_ranks)]
-
-    def rank(world: sw.World) -> Any:
-        made = replicas[world.rank]
-        with sw.shard(made, plan, optimizer=optimizer_of(made), world=world) as engine:
-            return work(engine)
-
-    return run_ranks(num_ranks, rank)
-
-
-def mine(engine: sw.Engine, batch: Batch) -> tuple[torch.Tensor, ...]:
-    return tuple(part.chunk(engine.world.size)[engine.world.rank] for part in batch)
-
-
-def train(engine: sw.Engine, data: list[Batch]) -> list[float]:
-    losses = []
-    for batch in data:
-        loss = engine(*mine(engine, batch))
-        engine.backward(loss)
-        engine.step()
-        losses.append(engine.mean(loss.item()))
-    return losses
+    return work_on_ranks(num_ranks, work, plan, model, optimizer_of)
 
 
 def whole(engine: sw.Engine) -> Tensors:
@@ -136,7 +115,7 @@ def test_a_run_that_grows_and_shrinks(tmp_path: Path) -> None:
             engine.save(tmp_path, wait=False)
             return done
 
-        losses += on_ranks(num_ranks, {"preset": name, **({"mesh": mesh} if mesh else {})}, go_on)[0]
+        losses += on_ranks(num_ranks, plan_of(name, mesh), go_on)[0]
     assert losses == pytest.approx(expected, rel=1e-5)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from odd import Odd
 from torch import nn
-from twins import Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run
+from twins import Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run, plan_of
 
 import shardwise as sw
 from shardwise.birth.deferred import Deferred
@@ -77,9 +77,7 @@ def test_trains_as_the_plain_model(preset: str, num_ranks: int, mesh: dict[str, 
         model = models[world.rank]
         params = list(model.parameters())
         optimizer = adamw(model)
-        engine = sw.shard(
-            model, {"preset": preset, **({"mesh": mesh} if mesh else {})}, optimizer=optimizer, world=world
-        )
+        engine = sw.shard(model, plan_of(preset, mesh), optimizer=optimizer, world=world)
         assert all(ours is theirs for ours, theirs in zip(params, model.parameters(), strict=True))
         assert {type(param) for param in params} == {nn.Parameter}
         run = Run()

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from twins import PRESETS_2, PRESETS_2X2, Transformer, adamw, batches, full_params
+from twins import PRESETS_2, PRESETS_2X2, Transformer, full_params, plan_of, train_steps, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state import content
-from shardwise.testing import run_ranks
 
 CASES = [*PRESETS_2, *PRESETS_2X2, ("zero3", 3, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in CASES]
@@ -32,39 +31,20 @@ def start(precision: str = "fp32") -> nn.Module:
     return model
 
 
-def train(engine: sw.Engine, steps: range) -> list[float]:
-    data = batches(max(steps, default=0) + 1, rows=12)
-    losses = []
-    for step in steps:
-        x, y = (part.chunk(engine.world.size)[engine.world.rank] for part in data[step])
-        loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(engine.mean(loss.item()))
-    return losses
-
-
 def on_ranks(num_ranks: int, work: Callable[[sw.Engine], Any], plan: dict[str, Any]) -> list[Any]:
-    replicas = [start() for _ in range(num_ranks)]
-
-    def rank(world: sw.World) -> Any:
-        model = replicas[world.rank]
-        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
-            return work(engine)
-
-    return run_ranks(num_ranks, rank)
+    return work_on_ranks(num_ranks, work, plan, start)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), CASES, ids=IDS)
 def test_resume_is_bit_exact(preset: str, num_ranks: int, mesh: Any, precision: str, tmp_path: Path) -> None:
-    plan = {"preset": preset, "precision": precision, **({"mesh": mesh} if mesh else {})}
+    plan = plan_of(preset, mesh, precision=precision)
 
     def whole(engine: sw.Engine) -> Any:
-        return train(engine, range(8)), full_params(engine)
+        return train_steps(engine, range(8)), full_params(engine)
 
     def first(engine: sw.Engine) -> Any:
-        losses = train(engine, range(5))
+        losses = train_steps(engine, range(5))
         engine.save(tmp_path, state={"data": 5})
         return losses
 
@@ -72,7 +52,7 @@ def test_resume_is_bit_exact(preset: str, num_ranks: int, mesh: Any, precision: 
         resumed = engine.resume(tmp_path)
         assert resumed is not None
         assert (resumed.step, resumed.state, engine.num_steps) == (5, {"data": 5}, 5)
-        return train(engine, range(5, 8)), full_params(engine)
+        return train_steps(engine, range(5, 8)), full_params(engine)
 
     losses, params = on_ranks(num_ranks, whole, plan)[0]
     early = on_ranks(num_ranks, first, plan)[0]
@@ -85,13 +65,13 @@ def test_another_world_can_read_it(tmp_path: Path) -> None:
     """Every rank reads the elements it needs, whoever wrote them."""
 
     def write(engine: sw.Engine) -> Any:
-        train(engine, range(4))
+        train_steps(engine, range(4))
         engine.save(tmp_path)
-        return full_params(engine), train(engine, range(4, 6))
+        return full_params(engine), train_steps(engine, range(4, 6))
 
     def read(engine: sw.Engine) -> Any:
         assert engine.resume(tmp_path) is not None
-        return full_params(engine), train(engine, range(4, 6))
+        return full_params(engine), train_steps(engine, range(4, 6))
 
     params, losses = on_ranks(2, write, {"preset": "zero3"})[0]
     for num_ranks, plan in [(1, {"preset": "ddp"}), (4, {"preset": "hpz", "mesh": {"node": 2, "local": 2}})]:
@@ -117,16 +97,16 @@ def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
 def test_nothing_there_changes_nothing(tmp_path: Path) -> None:
     def work(engine: sw.Engine) -> Any:
         assert engine.resume(tmp_path / "none") is None
-        return train(engine, range(2))
+        return train_steps(engine, range(2))
 
     assert on_ranks(2, work, {"preset": "zero2"})[0]
 
 
 def test_the_latest_is_taken_and_a_draft_never(tmp_path: Path) -> None:
     def work(engine: sw.Engine) -> Any:
-        train(engine, range(1))
+        train_steps(engine, range(1))
         engine.save(tmp_path)
-        train(engine, range(2))
+        train_steps(engine, range(2))
         engine.save(tmp_path)
         engine.save(tmp_path)  # the same step again replaces it
         if engine.world.rank == 0:
@@ -149,7 +129,7 @@ def everything(engine: sw.Engine) -> dict[str, torch.Tensor]:
 
 def saved(folder: Path) -> Path:
     def work(engine: sw.Engine) -> Any:
-        train(engine, range(1))
+        train_steps(engine, range(1))
         return engine.save(folder)
 
     path: Path = on_ranks(2, work, {"preset": "zero3"})[0]
@@ -231,7 +211,7 @@ def test_damage_is_refused_by_name_and_changes_nothing(damage: str, tmp_path: Pa
 
     def work(engine: sw.Engine) -> Any:
         scheduler = torch.optim.lr_scheduler.StepLR(engine._works.require_optimizer().optimizer, 2)
-        train(engine, range(2))
+        train_steps(engine, range(2))
         scheduler.step()
         before, lr, last = everything(engine), scheduler.get_last_lr(), scheduler.state_dict()
         with pytest.raises(CheckpointError) as caught:
@@ -275,7 +255,7 @@ def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
     path = saved(tmp_path)
 
     def work(engine: sw.Engine) -> Any:
-        train(engine, range(2))
+        train_steps(engine, range(2))
         with pytest.raises(CheckpointError, match="could not be begun: rank 0 met FileExistsError"):
             engine.save(path / "index.json")
         with pytest.raises(ConfigError, match=r"state\['user'\]\['x'\] is a set, which a checkpoint cannot keep"):

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import PRESETS_2X2, Batch, Transformer, adamw, assert_same, batches, full_params, plain_run, sharded_run
+from twins import (
+    PRESETS_2X2,
+    Batch,
+    Transformer,
+    adamw,
+    assert_same,
+    batches,
+    full_params,
+    plain_run,
+    plan_of,
+    sharded_run,
+)
 
 import shardwise as sw
 from shardwise.errors import StateError
@@ -56,7 +67,7 @@ def test_an_overflow_on_one_rank_is_an_overflow_everywhere(preset: str, num_rank
     start = Transformer()
     replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
     scale = {"initial": 1024.0, "hysteresis": 2, "window": 3}
-    plan = {"preset": preset, "precision": "fp16", "loss_scale": scale, **({"mesh": mesh} if mesh else {})}
+    plan = plan_of(preset, mesh, precision="fp16", loss_scale=scale)
 
     def rank(world: sw.World) -> list[tuple[float, bool, float, bool]]:
         model = replicas[world.rank]

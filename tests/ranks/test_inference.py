@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from test_weights import gpt2, llama
+from small_transformers import gpt2, llama
 from twins import Transformer, adamw, batches, engine_step
 
 import shardwise as sw

@@ -20,7 +20,9 @@ from twins import (
     assert_same,
     batches,
     plain_run,
+    plan_of,
     sharded_run,
+    work_on_ranks,
 )
 
 import shardwise as sw
@@ -151,15 +153,7 @@ def on_ranks(
     model: nn.Module, case: tuple[str, int, Any], make: MakeOptimizer, work: Callable[[sw.Engine], Any]
 ) -> list[Any]:
     preset, num_ranks, mesh = case
-    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
-
-    def rank(world: sw.World) -> Any:
-        replica = replicas[world.rank]
-        plan = {"preset": preset, **({"mesh": mesh} if mesh else {})}
-        with sw.shard(replica, plan, optimizer=make(replica), world=world) as engine:
-            return work(engine)
-
-    return run_ranks(num_ranks, rank)
+    return work_on_ranks(num_ranks, work, plan_of(preset, mesh), lambda: copy.deepcopy(model), make)
 
 
 STATEFUL = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, assert_same, batches, plain_run, sharded_run
+from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, assert_same, batches, plain_run, plan_of, sharded_run
 
 import shardwise as sw
 from shardwise.errors import StateError
@@ -158,7 +158,7 @@ def test_two_engines_in_one_loss(case: tuple[str, int, Any]) -> None:
     replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
 
     def rank(world: sw.World) -> list[float]:
-        plans = [{"preset": preset, **({"mesh": mesh} if mesh else {})}, "zero2"]
+        plans = [plan_of(preset, mesh), "zero2"]
         engines = [
             sw.shard(model, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world)
             for model, plan in zip(replicas[world.rank], plans, strict=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, adamw, batches
+from twins import Transformer, batches, work_on_ranks
 
 import shardwise as sw
 from shardwise.checkpoint import Keep, checkpoints_in, folder, write
@@ -21,18 +21,13 @@ from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
 
 
-def on_ranks(num_ranks: int, work: Callable[[sw.Engine], Any], plan: Any = "zero3") -> list[Any]:
+def start() -> Transformer:
     torch.manual_seed(0)
-    replicas = [Transformer(num_blocks=1) for _ in range(num_ranks)]
-    for replica in replicas[1:]:
-        replica.load_state_dict(replicas[0].state_dict())
+    return Transformer(num_blocks=1)
 
-    def rank(world: sw.World) -> Any:
-        model = replicas[world.rank]
-        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
-            return work(engine)
 
-    return run_ranks(num_ranks, rank)
+def on_ranks(num_ranks: int, work: Callable[[sw.Engine], Any], plan: Any = "zero3") -> list[Any]:
+    return work_on_ranks(num_ranks, work, plan, start)
 
 
 def train(engine: sw.Engine, num_steps: int = 1) -> None:

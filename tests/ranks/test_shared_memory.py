@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run, sharded_run
+from twins import (
+    Transformer,
+    assert_same,
+    batches,
+    engine_step,
+    full_params,
+    plain_run,
+    sharded_run,
+    work_on_ranks,
+)
 
 import shardwise as sw
 from shardwise.comm.shm import neighbours, word
@@ -34,14 +43,7 @@ def model() -> Transformer:
 
 
 def engines(num_ranks: int, model: nn.Module, work: Any, plan: Any = "zero3") -> list[Any]:
-    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
-
-    def rank(world: sw.World) -> Any:
-        replica = replicas[world.rank]
-        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
-            return work(engine)
-
-    return run_ranks(num_ranks, rank)
+    return work_on_ranks(num_ranks, work, plan, lambda: copy.deepcopy(model))
 
 
 # -- parameters ---------------------------------------------------------------------------------------------

@@ -7,33 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_transformers import gpt2, llama
 from torch import nn
 from twins import adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
-
-transformers = pytest.importorskip("transformers")
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=97, n_positions=16, n_embd=32, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def losses_of(model: nn.Module, tokens: torch.Tensor) -> list[float]:

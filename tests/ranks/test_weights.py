@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_transformers import gpt2, llama
 from torch import nn
 from twins import Transformer
 
@@ -18,28 +19,6 @@ from shardwise.birth.files import WeightFiles
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.placement import Span
 from shardwise.testing import run_ranks
-
-transformers = pytest.importorskip("transformers")
-
-
-def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=97, n_positions=16, n_embd=32, n_layer=3, n_head=4)
-    )
-
-
-def llama(*, bias: bool = False) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        attention_bias=bias,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def empty(build: Callable[[], nn.Module], how: str, num: int) -> list[nn.Module]:
@@ -139,10 +118,10 @@ def test_what_the_files_lack_has_its_own_first_values(tmp_path: Path) -> None:
     stored = llama().state_dict()
     save_file(stored, tmp_path / "model.safetensors")
     torch.manual_seed(6)
-    twin = llama(bias=True)
+    twin = llama(attention_bias=True)
     torch.manual_seed(6)
     with sw.deferred_init():
-        model = llama(bias=True)
+        model = llama(attention_bias=True)
     with pytest.raises(ModelError, match=r"the files lack model\.layers\.0\.self_attn\.q_proj\.bias"):
         sw.shard(model, weights=tmp_path)
     state = sw.shard(model, weights=tmp_path, strict=False).state_dict()

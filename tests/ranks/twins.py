@@ -127,17 +127,15 @@ def sharded_run(
 ) -> Run:
     """The same training on threads as ranks. `step` replaces the engine's own loop body, for other styles."""
     replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
-    settings = {"preset": preset, **({"mesh": dict(mesh)} if mesh else {}), **plan}
+    settings = plan_of(preset, mesh, **plan)
 
     def rank(world: sw.World) -> Run:
         replica = replicas[world.rank]
         optimizer = make_optimizer(replica)
         engine = sw.shard(replica, settings, optimizer=optimizer, world=world)
         run = Run()
-        for x, y in data:
-            rows = x.shape[0] // world.size
-            mine = slice(world.rank * rows, (world.rank + 1) * rows)
-            loss = (step or engine_step)(engine, optimizer, (x[mine], y[mine]))
+        for batch in data:
+            loss = (step or engine_step)(engine, optimizer, share_of(engine, batch))
             run.losses.append(world.mean(loss.item()))
             run.norms.append(engine.gradient_norm or 0.0)
         run.params = full_params(engine)
@@ -152,6 +150,50 @@ def sharded_run(
         for name, param in run.params.items():
             assert torch.equal(param, runs[0].params[name]), f"ranks disagree on {name}"
     return runs[0]
+
+
+def plan_of(preset: str, mesh: Mapping[str, int] | None, **more: Any) -> dict[str, Any]:
+    return {"preset": preset, **({"mesh": dict(mesh)} if mesh else {}), **more}
+
+
+def work_on_ranks(
+    num_ranks: int,
+    work: Callable[[sw.Engine], Any],
+    plan: Any,
+    build: Callable[[], nn.Module],
+    make_optimizer: MakeOptimizer = adamw,
+) -> list[Any]:
+    """What `work` returns on each rank, given an engine over a model that `build` made for that rank."""
+    replicas = [build() for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> Any:
+        replica = replicas[world.rank]
+        with sw.shard(replica, plan, optimizer=make_optimizer(replica), world=world) as engine:
+            return work(engine)
+
+    return run_ranks(num_ranks, rank)
+
+
+def share_of(engine: sw.Engine, batch: Batch) -> Batch:
+    """This rank's rows."""
+    x, y = (part.chunk(engine.world.size)[engine.world.rank] for part in batch)
+    return x, y
+
+
+def train(engine: sw.Engine, data: Sequence[Batch]) -> list[float]:
+    """The losses, as means over the ranks."""
+    losses = []
+    for batch in data:
+        loss = engine(*share_of(engine, batch))
+        engine.backward(loss)
+        engine.step()
+        losses.append(engine.mean(loss.item()))
+    return losses
+
+
+def train_steps(engine: sw.Engine, steps: range) -> list[float]:
+    """The same on steps of one run, of which step N always has the same batch."""
+    return train(engine, batches(steps.stop, rows=12)[steps.start :])
 
 
 def engine_step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
