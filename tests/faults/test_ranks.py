@@ -114,6 +114,19 @@ def test_a_backward_or_step_left_out(preset: str, what: str, step: int) -> None:
     assert "test_ranks.py:" in str(error)
 
 
+def test_what_a_step_sends_outside_of_the_program_is_known_by_the_users_call() -> None:
+    """Though torch's optimizer stands between that call and ours."""
+    calls: set[str] = set()
+
+    def look(engine: sw.Engine, step: int) -> None:
+        tracks = engine.world.collectives(torch.device("cpu")).journal.status(beat=step, seconds=0).tracks
+        calls.update(entered.text for track in tracks.values() for entered in track.recent)
+
+    train(NO_FAULT, also=look)
+    assert "step()" in calls
+    assert "<lambda>()" not in calls
+
+
 @pytest.mark.parametrize("step", [0, 3], ids=["while-recorded", "while-followed"])
 def test_a_module_left_out(step: int) -> None:
     error = the_letter(train(skip_at(1, step, "block"), shares_memory=False))

@@ -217,12 +217,26 @@ def _calls() -> tuple[str, str]:
         frame.f_code.co_filename.endswith(_COLLECTIVES) or frame.f_code.co_qualname == _EXCHANGE
     ):
         frame = frame.f_back
-    inner = outer = ""
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        outer = frame.f_code.co_name
-        inner = inner or outer
+    is_ours = frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
+    inner = frame.f_code.co_name if frame is not None and is_ours else "exchange"
+    outer, _ = _outwards(frame)
+    return inner, outer or "exchange()"
+
+
+def _outwards(frame: FrameType | None) -> tuple[str, FrameType | None]:
+    """From a frame to the first of the user's code, and the last of the library's functions on the way, as a call.
+
+    The way leads through torch where that calls us back (an optimizer's hooks).
+    """
+    call = ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_PACKAGE):
+            call = call if code.co_name == "<lambda>" else f"{code.co_name}()"
+        elif not code.co_filename.startswith((_TORCH, *_STANDARD, "<")):
+            break
         frame = frame.f_back
-    return inner or "exchange", f"{outer or 'exchange'}()"
+    return call, frame
 
 
 @contextlib.contextmanager
@@ -246,14 +260,6 @@ def _without_collections() -> Iterator[None]:
 
 def _where(thread_id: int) -> tuple[str, str]:
     """The library's function that a thread is in, and the line of the user's code: `("save()", "train.py:41")`."""
-    call = ""
     with _without_collections():
-        frame = sys._current_frames().get(thread_id)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if file.startswith(_PACKAGE):
-                call = f"{frame.f_code.co_name}()"
-            elif not file.startswith((_TORCH, *_STANDARD, "<")):
-                return call, f"{Path(file).name}:{frame.f_lineno}"
-            frame = frame.f_back
-    return call, ""
+        call, users = _outwards(sys._current_frames().get(thread_id))
+        return call, f"{Path(users.f_code.co_filename).name}:{users.f_lineno}" if users is not None else ""
