@@ -135,3 +135,25 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+LEAVES = """
+import torch
+import shardwise as sw
+
+model = torch.nn.Linear(2, 2)
+engine = sw.shard(model, optimizer=torch.optim.SGD(model.parameters()))
+loader = sw.data.Loader(list(torch.ones(96, 2)), batch_rows=48, steps=2)
+engine.remember(loader=loader)
+for batch in loader:
+    engine.backward(engine(batch).sum())
+    engine.step()
+print(loader.step)
+"""
+
+
+def test_a_script_may_end_without_closing_its_loader(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(LEAVES)
+    done = launch(script, 1)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")

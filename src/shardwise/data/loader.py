@@ -229,6 +229,8 @@ class Loader:
         if self._held is None:
             if self._ahead is None:
                 self._ahead = self._start_reading()
+                # at the end of a script too, while what threads need in order to end is still there
+                self._end_reading = weakref.finalize(self, self._ahead.close)
             try:
                 self._held = next(self._ahead)
             except BaseException:  # the next iteration begins at this place with nothing left of the failure
@@ -263,7 +265,7 @@ class Loader:
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
-            self._ahead.close()
+            self._end_reading()
         self._ahead = self._held = None
 
     def _moved(self, batch: Any) -> Any:
