@@ -7,6 +7,7 @@ a loop that knows nothing of engines. Another plan makes other works (`state.res
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,7 @@ class Works:
         self._num_micro_batches = 0
         self._is_prepared = self._is_scaled = False
         self._is_taken = True
+        self._hooks = ExitStack()
         self._tie(optimizer)
 
     def _tie(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -77,7 +79,7 @@ class Works:
         executor.provide("buffers", lambda _: self._buffers.share())
         executor.provide("norms", company.add_norms)
         executor.provide("update", company.hand_over)
-        self.optimizer = self._adopted(optimizer, company) if optimizer is not None else None
+        self.optimizer = self._adopt(optimizer, company) if optimizer is not None else None
         self.runner = Runner(
             self.model,
             self.sharding.units,
@@ -90,10 +92,12 @@ class Works:
         self.access = Access(self.model, self.runner, executor.movers, self.optimizer)
         self.ledger = collectives.ledger
         self.timeline = executor.timeline
-        self._cast_handle = self.model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+        cast = self.model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
+        self._hooks.callback(cast.remove)
+        self._hooks.callback(self.runner.remove)
 
-    def _adopted(self, optimizer: torch.optim.Optimizer, company: Company) -> AdoptedOptimizer:
-        return AdoptedOptimizer(
+    def _adopt(self, optimizer: torch.optim.Optimizer, company: Company) -> AdoptedOptimizer:
+        adopted = AdoptedOptimizer(
             optimizer,
             self.flats,
             before=self._before_step,
@@ -101,6 +105,8 @@ class Works:
             forget=self.zero_grad,
             company=company,
         )
+        self._hooks.callback(adopted.release)
+        return adopted
 
     def require_optimizer(self) -> AdoptedOptimizer:
         if self.optimizer is None:
@@ -110,11 +116,8 @@ class Works:
         return self.optimizer
 
     def unhook(self) -> None:
-        """Leave the model and the optimizer alone from now on."""
-        self.runner.remove()
-        self._cast_handle.remove()
-        if self.optimizer is not None:
-            self.optimizer.release()
+        """Leave the model and the optimizer alone from now on. May be called twice, and after `take_down`."""
+        self._hooks.close()
 
     def take_down(self) -> None:
         """Unhook, give the optimizer its parameters back, and let go of the flat buffers."""
@@ -122,7 +125,9 @@ class Works:
         if self.optimizer is not None:
             self.optimizer.give_back()
         self.runner.dissolve()
+        hooks = self._hooks
         self.__dict__.clear()
+        self._hooks = hooks  # all gone: an engine whose `reshard` fails half-way can still be closed
 
     # -- what a loop asks for ---------------------------------------------------------------------------
 

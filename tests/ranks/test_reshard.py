@@ -14,8 +14,9 @@ from twins import Batch, Run, Transformer, adamw, assert_same, batches, engine_s
 
 import shardwise as sw
 import shardwise.optim  # its tables are not to be counted
+from shardwise.checkpoint import Belongings
 from shardwise.errors import ConfigError, StateError
-from shardwise.testing import run_ranks
+from shardwise.testing import InjectedError, run_ranks
 
 TWO = {"node": 2, "local": 2}
 PLANS: dict[str, dict[str, Any]] = {
@@ -254,3 +255,15 @@ def test_an_engine_without_an_optimizer() -> None:
                 assert torch.equal(engine(x, y), loss)
 
     run_ranks(2, rank)
+
+
+def test_a_change_that_fails_half_way_says_why_and_the_engine_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise InjectedError("out of memory, say")
+
+    monkeypatch.setattr(Belongings, "move_into", fails)
+    model = start()
+    with pytest.raises(InjectedError), sw.shard(model, "zero3", optimizer=adamw(model)) as engine:
+        engine.reshard("zero1")
+    engine.close()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
