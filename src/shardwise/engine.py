@@ -35,7 +35,8 @@ from shardwise.mesh import Mesh
 from shardwise.optim import AdoptedOptimizer, Company, vet
 from shardwise.placement import KINDS, Table, mesh_for, table_for
 from shardwise.precision import LossScaler, Verdict, cast_floating, clip, norm_of, scale_gradients
-from shardwise.program import Footprint, UnitSpec, Update, plan_step, render, straight_trace
+from shardwise.program import Activations, Footprint, UnitSpec, Update, plan_step, render, straight_trace
+from shardwise.rehearsal import Loss, rehearse
 from shardwise.runtime import BufferSync, Executor, Runner
 from shardwise.storage import (
     Unit,
@@ -505,10 +506,24 @@ class Engine:
         promised = self._footprint(specs)
         ddp = table_for(Plan(preset="ddp", precision=self.plan.precision), self.mesh)
         replicas = tuple(_with_table(unit.spec, ddp.on(self.mesh)) for unit in self._units)
-        return MemoryReport(_by_kind(promised), self._measured(), _by_kind(self._footprint(replicas)))
+        return MemoryReport(promised.by_kind, self._measured(), self._footprint(replicas).by_kind)
 
-    def _footprint(self, specs: tuple[UnitSpec, ...]) -> Footprint:
+    def rehearse(self, batch: object, loss: Loss | None = None) -> Footprint:
+        """What a step on `batch` will hold on this rank when it holds most, activations included: see `Footprint`.
+
+        Runs a twin of the model without memory and without arithmetic; nothing is changed, and no other rank is asked.
+        `batch` is a tensor, a tuple of arguments, or a dict of keyword arguments, of which only shapes and dtypes
+        count. `loss` makes of the model's output what is sent back, and must be given where a loop computes it itself;
+        else it is the output, or its `loss`. Raises `ModelError` for a model that asks for the values of tensors.
+        """
+        self._require_open()
+        device, compute = self._flats[0].device, self.table.compute
+        activations = rehearse(self.module, self._units, batch, device=device, compute=compute, loss=loss)
+        return self._footprint(tuple(unit.spec for unit in self._units), activations)
+
+    def _footprint(self, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:
         trace = self._runner.trace if specs == self._runner.specs else straight_trace(specs)
+        trace = activations.trace if activations is not None else trace
         budget = None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes
         planned = plan_step(
             specs,
@@ -517,6 +532,7 @@ class Engine:
             states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
             coordinate=self.mesh.coordinate(self.world.rank),
             num_micro_batches=self.plan.accumulate,
+            activations=activations,
         )
         return planned.footprint
 
@@ -729,15 +745,6 @@ def _build_units(
 
 def _with_table(unit: UnitSpec, table: Table) -> UnitSpec:
     return replace(unit, flats=tuple(replace(flat, table=table) for flat in unit.flats))
-
-
-def _by_kind(footprint: Footprint) -> dict[str, int]:
-    return {
-        "param": footprint.param,
-        "grad": footprint.grad,
-        "optim": footprint.optim,
-        "working": footprint.working,
-    }
 
 
 def _said_unit(unit: UnitSpec) -> str:

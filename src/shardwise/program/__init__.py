@@ -12,6 +12,7 @@ from shardwise.program.action import (
     Program,
     UnitMoments,
 )
+from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import (
     build_pass,
     build_step,
@@ -44,10 +45,12 @@ __all__ = [
     "OPTIMIZERS",
     "SMALL_NUMEL",
     "Action",
+    "Activations",
     "Block",
     "FlatSpec",
     "Footprint",
     "Handover",
+    "Mark",
     "Matrix",
     "Moment",
     "PlacedUpdate",
