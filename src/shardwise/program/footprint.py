@@ -17,6 +17,10 @@ from shardwise.program.build import fills_grad, reduce_due
 from shardwise.program.handover import Handover, at, handovers
 from shardwise.program.spec import FlatSpec, UnitSpec
 
+NUM_KEPT_BLOCKS = 2
+"""Blocks of shared memory that wait, with their pages, for the next gradients to be sent from where they lie. As many
+are used in turn: one is filled while another is read."""
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -26,8 +30,8 @@ class Footprint:
     is what the peak holds beyond them: gathered parameters, gradients on their way, copies for the wire.
 
     Where `activations` are counted, `grad` and `working` too are what is held at the one moment when everything
-    together is most, which is at `peak_at` or on the way to it from the moment before; `process` is an allowance for
-    what no tensor shows. Else there is neither.
+    together is most, which is at `peak_at` or on the way to it from the moment before, and `working` has blocks that
+    only wait to be used again; `process` is an allowance for what no tensor shows. Else there is neither.
     """
 
     param: int
@@ -72,6 +76,7 @@ def footprint(
     optim = sum(_optim_bytes(flat, states_per_param, coordinate) for flat in flats if flat.trainable)
     grad = sum(flat.grad_bytes for flat in flats if flat.trainable)
     clock = _Walk({flat.name: flat for flat in flats}, coordinate)
+    clock.kept = _kept_bytes(flats) if activations is not None else 0
     marks = _marks(micro_batch, activations)
     for _ in range(min(2, num_micro_batches)):  # all later ones hold what the second holds
         for block, mark in zip(micro_batch, marks, strict=True):
@@ -84,6 +89,12 @@ def footprint(
     working = clock.peak - clock.peak_grad - clock.peak_activations
     grad, process = rooms + clock.peak_grad, activations.process_bytes
     return Footprint(param, grad, optim, working, clock.peak_activations, process, clock.peak_at)
+
+
+def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
+    """What ranks of one host keep for gradients that are sent; a promise does not depend on where ranks run."""
+    sent = [flat for flat in flats if flat.trainable and reduce_due(flat) and not fills_grad(flat)]
+    return sum(sorted(flat.numel * WIDTH[flat.table.wire] for flat in sent)[-NUM_KEPT_BLOCKS:])
 
 
 def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark | None, ...]:
@@ -132,6 +143,8 @@ class _Walk:
         self._housed: set[tuple[str, str]] = set()
         """What lies in such memory."""
         self.steps_left: dict[str, int] = {}
+        self.kept = 0
+        """Bytes that stay for gradients that are sent, whether any are or not."""
         self.peak = 0
         self.peak_grad = 0
         self.peak_activations = 0
@@ -263,7 +276,8 @@ class _Walk:
     def _look(self, activations: int) -> None:
         """Whether this is the most so far, beside so many bytes of activations."""
         beside = {key: num_bytes for key, num_bytes in self.live.items() if key not in self._housed}
-        held = sum(beside.values()) + activations
+        in_use = sum(num_bytes for (_, what), num_bytes in beside.items() if what in ("inbox", "reduced"))
+        held = sum(beside.values()) + max(0, self.kept - in_use) + activations
         if held > self.peak:
             self.peak, self.peak_activations, self.peak_at = held, activations, self._moment
             self.peak_grad = sum(num_bytes for (_, what), num_bytes in beside.items() if what == "grad")
