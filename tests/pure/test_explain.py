@@ -317,12 +317,11 @@ def test_the_activations_of_a_batch_are_counted(model_file: Path, capsys: pytest
     assert sorted(told["program"].splitlines()) == sorted(without["program"].splitlines())
     held = told["bytes"]
     assert held.pop("total") == sum(held.values())
-    tokens, hidden, logits = 8 * 16 * 8, 8 * 16 * 64 * 4, 8 * 16 * 500 * 4
-    # inputs of three blocks and the head, and the logits; when the head's gradient comes, its sum's too
-    assert held["activations"] >= tokens + 4 * hidden + logits
-    assert held["activations"] <= tokens + 6 * hidden + 2 * logits
+    # The most is held when the embedding's gradient is handed over: the tokens, what came back through the blocks, and it.
+    tokens, hidden, table = 8 * 16 * 8, 8 * 16 * 64 * 4, 500 * 64 * 4
+    assert told["peak_at"] == "after backward wte"
+    assert tokens + table <= held["activations"] <= tokens + hidden + table + 2**10
     assert held["param"] == without["bytes"]["param"]
-    assert told["peak_at"].endswith(("backward head", "forward head"))
 
 
 def test_a_batch_may_have_names_and_the_peak_has_a_moment(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
