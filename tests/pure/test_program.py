@@ -20,6 +20,7 @@ from shardwise.program import (
     AFTER_STEP,
     BEFORE_STEP,
     END_OF_BACKWARD,
+    NUM_KEPT_BLOCKS,
     Action,
     Activations,
     Block,
@@ -555,17 +556,25 @@ def test_activations_are_counted_at_the_moment_when_everything_is_most() -> None
             units, trace, activations=Activations(marks, 7), states_per_param=0, num_micro_batches=num_micro_batches
         ).footprint
 
-    kept, whole, shard = 2 * NUMEL * 2, NUMEL * 2, NUMEL // 4 * 4
+    whole, inbox, shard = NUMEL * 2, NUMEL * 2, NUMEL // 4 * 4
     held = foreseen(f"after backward {second}", 10**9)
     assert (held.activations, held.process, str(held.peak_at)) == (10**9, 7, f"after backward {second}")
-    assert held.working == 2 * whole + kept  # both are gathered; the inbox is one of the blocks that are kept
+    assert held.working == 2 * whole + inbox  # both are gathered
     assert held.grad == 0
     held = foreseen(f"before forward {first}", 10**9, num_micro_batches=2)
     assert held.grad == 2 * shard  # of the micro-batch before
-    assert held.working == 0 + kept
+    assert held.working == 0
     without = plan_step(units, trace, states_per_param=0).footprint
     assert (without.activations, without.process, without.peak_at) == (None, 0, None)
     assert list(without.by_kind) == ["param", "grad", "optim", "working"]
+
+
+def test_blocks_that_are_kept_for_messages_are_promised_where_parameters_stay() -> None:
+    units = wide_units("zero2", num=3)
+    trace = straight_trace(units)
+    marks = tuple(Mark(moment, 10**9 if index == 0 else 0, 0) for index, moment in enumerate((*trace, END_OF_BACKWARD)))
+    held = plan_step(units, trace, activations=Activations(marks)).footprint
+    assert (held.activations, held.working) == (10**9, NUM_KEPT_BLOCKS * NUMEL * 2)
 
 
 def test_activations_of_another_order_are_refused() -> None:

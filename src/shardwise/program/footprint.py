@@ -92,7 +92,12 @@ def footprint(
 
 
 def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
-    """What ranks of one host keep for gradients that are sent; a promise does not depend on where ranks run."""
+    """What ranks of one host keep for gradients that are sent; a promise does not depend on where ranks run.
+
+    Where parameters come and go nothing is kept through a forward.
+    """
+    if not all(flat.resident for flat in flats):
+        return 0
     sent = [flat for flat in flats if flat.trainable and reduce_due(flat) and not fills_grad(flat)]
     return sum(sorted(flat.numel * WIDTH[flat.table.wire] for flat in sent)[-NUM_KEPT_BLOCKS:])
 
