@@ -27,6 +27,17 @@ Build = Callable[[], GPT]
 LEARNING_RATE = 1e-3
 
 
+class Promising:
+    """A step of an engine that says beforehand how many bytes a rank will hold at most: `promised_bytes(batch)`."""
+
+    def __init__(self, step: Step, promised_bytes: Callable[[Tensor], int]) -> None:
+        self._step = step
+        self.promised_bytes = promised_bytes
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self._step(tokens)
+
+
 def single(build: Build, race: Race) -> Step:
     """Plain PyTorch in one process: what there is to lose."""
     model = build()
@@ -103,7 +114,7 @@ def shardwise(build: Build, race: Race, *, plan: str, **options: str) -> Step:
     model = build()
     settings = {"preset": plan, "precision": race.dtype, **options}
     engine = sw.shard(model, settings, optimizer=_adamw(model), world=world)
-    return _engine_step(engine)
+    return Promising(_engine_step(engine), lambda tokens: engine.rehearse(tokens).total)
 
 
 ENGINES: dict[str, Callable[[Build, Race], Step]] = {

@@ -53,7 +53,18 @@ def _engines(race: dict[str, Any], rows: list[Row]) -> Table:
     title = f"{race['size']}, {race['dtype']}: {params} parameters, {ranks} ranks"
     if race["others_cores"] > BUSY_CORES:
         title += f" (others used {race['others_cores']} cores meanwhile: trust bytes, not times)"
-    table = _table(title, "engine", "ms/step", "fastest-slowest", "x single", "CPU ms", "peak MiB", "sent MiB", "loss")
+    table = _table(
+        title,
+        "engine",
+        "ms/step",
+        "fastest-slowest",
+        "x single",
+        "CPU ms",
+        "peak MiB",
+        "/ promised",
+        "sent MiB",
+        "loss",
+    )
     for row in rows:
         table.add_row(
             Text(row.engine, style="bold" if is_ours(row.engine) else ""),
@@ -62,6 +73,7 @@ def _engines(race: dict[str, Any], rows: list[Row]) -> Table:
             _times(row.over_single),
             _ms(row.cpu_seconds),
             f"{row.peak_bytes / 2**20:.0f}",
+            _times(row.over_promised),
             "-" if row.sent_bytes is None else f"{row.sent_bytes / 2**20:.1f}",
             f"{row.loss:.5f}{'' if row.agrees is not False else ' (differs)'}",
         )

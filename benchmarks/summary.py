@@ -46,6 +46,12 @@ class Run:
         return max(int(rank["peak_bytes"]) for rank in self.ranks)
 
     @property
+    def over_promised(self) -> float | None:
+        """The peak as a multiple of what the engine promised, on the rank where that is most."""
+        told = [(rank["peak_bytes"], rank["promised_bytes"]) for rank in self.ranks if rank.get("promised_bytes")]
+        return max(peak / promised for peak, promised in told) if told else None
+
+    @property
     def sent_bytes(self) -> float | None:
         told = [rank["sent_bytes"] for rank in self.ranks if rank["sent_bytes"] is not None]
         return max(told) if told else None
@@ -68,6 +74,7 @@ class Row:
     cpu_seconds: float
     over_single: float | None
     peak_bytes: float
+    over_promised: float | None
     sent_bytes: float | None
     loss: float
     loss_off: float | None
@@ -160,6 +167,7 @@ def _row(engine: str, rounds: dict[int, Run], single: dict[int, Run], reference:
         cpu_seconds=median(run.cpu_seconds for run in runs),
         over_single=median(over_single) if over_single else None,
         peak_bytes=median(run.peak_bytes for run in runs),
+        over_promised=max((run.over_promised for run in runs if run.over_promised), default=None),
         sent_bytes=median(sent) if sent else None,
         loss=loss,
         loss_off=off,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.engines import ENGINES, Step
+from benchmarks.engines import ENGINES, Promising, Step
 from benchmarks.figures import write_figures
 from benchmarks.model import GPT, batch_of, build_model
 from benchmarks.names import REFERENCE
@@ -53,8 +53,11 @@ def run(engine: str, race: Race, num_warm: int, num_timed: int) -> dict[str, obj
         return build_model(race.size, str(device))
 
     step = ENGINES[engine](build, race)
-    timed = time_steps(step, _batch(engine, race.size, rank).to(device), num_warm, num_timed)
-    return {**asdict(timed), "peak_bytes": memory.peak_bytes, "peak_is_exact": memory.exact}
+    batch = _batch(engine, race.size, rank).to(device)
+    timed = time_steps(step, batch, num_warm, num_timed)
+    figures = {**asdict(timed), "peak_bytes": memory.peak_bytes, "peak_is_exact": memory.exact}
+    promised = step.promised_bytes(batch) if isinstance(step, Promising) else None
+    return {**figures, "promised_bytes": promised}
 
 
 def time_steps(step: Step, batch: Tensor, num_warm: int, num_timed: int) -> Timed:

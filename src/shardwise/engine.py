@@ -23,8 +23,9 @@ from shardwise.formats import DTYPES, MAX_FILE_BYTES, save_pretrained
 from shardwise.mesh import Mesh
 from shardwise.placement import Table
 from shardwise.precision import LossScaler
-from shardwise.program import render
-from shardwise.report import MemoryReport, describe, memory_of, write_timeline
+from shardwise.program import Footprint, render
+from shardwise.rehearsal import Loss
+from shardwise.report import MemoryReport, describe, memory_of, rehearsed, write_timeline
 from shardwise.sharding import lay
 from shardwise.state import State, reshard
 from shardwise.units import parse_bytes
@@ -365,6 +366,17 @@ class Engine:
     def memory(self) -> MemoryReport:
         """Promise and measurement for this rank; see `MemoryReport`."""
         return memory_of(self._works)
+
+    def rehearse(self, batch: object, loss: Loss | None = None) -> Footprint:
+        """What a step on `batch` will hold on this rank when it holds most, activations included: see `Footprint`.
+
+        Runs a twin of the model without memory and without arithmetic; nothing is changed, and no other rank is asked.
+        `batch` is a tensor, a tuple of arguments, or a dict of keyword arguments, of which only shapes and dtypes
+        count. `loss` makes of the model's output what is sent back, and must be given where a loop computes it itself;
+        else it is the output, or its `loss`. Raises `ModelError` for a model that asks for the values of tensors.
+        """
+        self._require_open()
+        return rehearsed(self._works, batch, loss)
 
     def timeline(self, path: str | Path) -> AbstractContextManager[None]:
         """Write what every rank does inside, unit by unit and action by action, to `path`. All ranks call.

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from shardwise.config import Plan
 from shardwise.placement import KINDS, Table, table_for
-from shardwise.program import Footprint, UnitSpec, plan_step, straight_trace
+from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
+from shardwise.rehearsal import Loss, rehearse
 from shardwise.telemetry import write_trace
 from shardwise.units import format_bytes, format_count
 from shardwise.works import Works
@@ -46,11 +47,21 @@ def memory_of(works: Works) -> MemoryReport:
     specs = tuple(unit.spec for unit in works.sharding.units)
     ddp = table_for(Plan(preset="ddp", precision=works.plan.precision), works.mesh)
     replicas = tuple(_with_table(spec, ddp.on(works.mesh)) for spec in specs)
-    return MemoryReport(_by_kind(_footprint(works, specs)), _measured(works), _by_kind(_footprint(works, replicas)))
+    return MemoryReport(_footprint(works, specs).by_kind, _measured(works), _footprint(works, replicas).by_kind)
 
 
-def _footprint(works: Works, specs: tuple[UnitSpec, ...]) -> Footprint:
+def rehearsed(works: Works, batch: object, loss: Loss | None) -> Footprint:
+    """What a step on `batch` will hold on this rank, activations included."""
+    sharding = works.sharding
+    activations = rehearse(
+        works.model, sharding.units, batch, device=sharding.device, compute=works.table.compute, loss=loss
+    )
+    return _footprint(works, tuple(unit.spec for unit in sharding.units), activations)
+
+
+def _footprint(works: Works, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:
     trace = works.runner.trace if specs == works.runner.specs else straight_trace(specs)
+    trace = activations.trace if activations is not None else trace
     planned = plan_step(
         specs,
         trace,
@@ -58,21 +69,13 @@ def _footprint(works: Works, specs: tuple[UnitSpec, ...]) -> Footprint:
         states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
         coordinate=works.mesh.coordinate(works.world.rank),
         num_micro_batches=works.plan.accumulate,
+        activations=activations,
     )
     return planned.footprint
 
 
 def _with_table(unit: UnitSpec, table: Table) -> UnitSpec:
     return replace(unit, flats=tuple(replace(flat, table=table) for flat in unit.flats))
-
-
-def _by_kind(footprint: Footprint) -> dict[str, int]:
-    return {
-        "param": footprint.param,
-        "grad": footprint.grad,
-        "optim": footprint.optim,
-        "working": footprint.working,
-    }
 
 
 def _measured(works: Works) -> dict[str, int]:

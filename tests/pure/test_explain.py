@@ -42,6 +42,35 @@ class Tiny(nn.Module):
         self.head = nn.Linear(sizes.WIDTH, 500)
         self.head.weight.requires_grad_(False)
 
+    def forward(self, tokens):
+        hidden = self.wte(tokens)
+        for block in self.h:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def batch():
+    return torch.zeros(8, 16, dtype=torch.long)
+
+
+def named_batch():
+    return {"tokens": batch()}
+
+
+def listed_batch():
+    return [batch()]
+
+
+def no_batch():
+    raise FileNotFoundError("data.bin")
+
+
+class Curious(Tiny):
+    def forward(self, tokens):
+        hidden = self.wte(tokens)
+        if hidden.max() > 0:
+            return self.head(hidden)
+
 
 def tiny():
     return Tiny()
@@ -273,6 +302,59 @@ def test_a_refused_model_leaves_the_path_as_it_was(model_file: Path) -> None:
     with pytest.raises(ModelError):
         run("zero3", "--world", "2", "--model", f"{model_file}:number")
     assert sys.path == before
+
+
+# --- a batch -----------------------------------------------------------------------------------------
+
+
+def test_the_activations_of_a_batch_are_counted(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["zero3", "--world", "2", "--model", f"{model_file}:tiny"]
+    without = as_json(capsys, *arguments)
+    told = as_json(capsys, *arguments, "--batch", f"{model_file}:batch")
+    assert (without["batch"], without["peak_at"]) == (None, None)
+    assert "activations" not in without["bytes"]
+    # in the order of the rehearsal: with a frozen weight the head is through once its input's gradient has gone out
+    assert sorted(told["program"].splitlines()) == sorted(without["program"].splitlines())
+    held = told["bytes"]
+    assert held.pop("total") == sum(held.values())
+    # The most is held when the embedding's gradient is handed over: it, what it was made of, and the model's output.
+    tokens, hidden, logits, table = 8 * 16 * 8, 8 * 16 * 64 * 4, 8 * 16 * 500 * 4, 500 * 64 * 4
+    assert told["peak_at"] == "after backward wte"
+    assert held["activations"] == tokens + hidden + logits + table + 2 * 4  # its sum, and the sum's gradient
+    assert held["param"] == without["bytes"]["param"]
+
+
+def test_a_batch_may_have_names_and_the_peak_has_a_moment(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["zero3", "--world", "2", "--model", f"{model_file}:tiny", "--batch"]
+    assert (
+        as_json(capsys, *arguments, f"{model_file}:named_batch")["bytes"]
+        == (as_json(capsys, *arguments, f"{model_file}:batch")["bytes"])
+    )
+    out = said(capsys, *arguments, f"{model_file}:batch")
+    assert "  activations  " in out
+    assert "All of it together, at the one moment when that is most: at or just before '" in out
+    assert "not in these figures; --batch counts them" in said(capsys, "zero3", "--world", "2")
+
+
+def test_narrow_numbers_make_narrow_activations(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["ddp", "--world", "2", "--model", f"{model_file}:tiny", "--batch", f"{model_file}:batch"]
+    wide = as_json(capsys, *arguments)["bytes"]["activations"]
+    narrow = as_json(capsys, *arguments, "--set", "precision=bf16")["bytes"]["activations"]
+    assert narrow == pytest.approx(wide / 2, rel=0.05)
+
+
+def test_a_batch_that_cannot_be_rehearsed_is_refused(model_file: Path) -> None:
+    def letter(batch: str, model: str = "tiny") -> str:
+        return refused("zero3", "--world", "2", "--model", f"{model_file}:{model}", "--batch", f"{model_file}:{batch}")
+
+    assert "batch is list; it must be what the model is called with" in letter("listed_batch")
+    assert "failed to make a batch: FileNotFoundError: data.bin" in letter("no_batch")
+    assert "has no callable 'btch'. Did you mean 'batch'?" in letter("btch")
+    assert "in forward, 'if hidden.max() > 0:', asks for the value" in letter("batch", "Curious")
+    assert "--batch is 'batch'; write FILE:CALLABLE" in refused(
+        "zero3", "--world", "2", "--model", f"{model_file}:tiny", "--batch", "batch"
+    )
+    assert "give --model FILE:CALLABLE too" in refused("zero3", "--world", "2", "--batch", f"{model_file}:batch")
 
 
 # --- what is refused ---------------------------------------------------------------------------------

@@ -20,8 +20,12 @@ from shardwise.program import (
     AFTER_STEP,
     BEFORE_STEP,
     END_OF_BACKWARD,
+    NUM_KEPT_BLOCKS,
     Action,
+    Activations,
     Block,
+    Footprint,
+    Mark,
     Moment,
     Program,
     StepProgram,
@@ -537,6 +541,47 @@ def test_one_unit_works_in_what_it_gathers_and_reduces() -> None:
     in_backward = NUMEL * 2 + NUMEL * 2
     in_reduction = NUMEL * 2 + 3 * (NUMEL // 4) * 2 + NUMEL // 4 * 4
     assert plan.footprint.working == max(in_backward, in_reduction) - grad
+
+
+def test_activations_are_counted_at_the_moment_when_everything_is_most() -> None:
+    """zero3, two units of N elements on four ranks."""
+    units = wide_units("zero3", num=2)
+    trace = straight_trace(units)
+    first, second = (unit.name for unit in units)
+
+    def foreseen(at: str, peak: int, num_micro_batches: int = 1) -> Footprint:
+        moments = [*trace, END_OF_BACKWARD]
+        marks = tuple(Mark(moment, peak if str(moment) == at else 100, 100) for moment in moments)
+        return plan_step(
+            units, trace, activations=Activations(marks, 7), states_per_param=0, num_micro_batches=num_micro_batches
+        ).footprint
+
+    whole, inbox, shard = NUMEL * 2, NUMEL * 2, NUMEL // 4 * 4
+    held = foreseen(f"after backward {second}", 10**9)
+    assert (held.activations, held.process, str(held.peak_at)) == (10**9, 7, f"after backward {second}")
+    assert held.working == 2 * whole + inbox  # both are gathered
+    assert held.grad == 0
+    held = foreseen(f"before forward {first}", 10**9, num_micro_batches=2)
+    assert held.grad == 2 * shard  # of the micro-batch before
+    assert held.working == 0
+    without = plan_step(units, trace, states_per_param=0).footprint
+    assert (without.activations, without.process, without.peak_at) == (None, 0, None)
+    assert list(without.by_kind) == ["param", "grad", "optim", "working"]
+
+
+def test_blocks_that_are_kept_for_messages_are_promised_where_parameters_stay() -> None:
+    units = wide_units("zero2", num=3)
+    trace = straight_trace(units)
+    marks = tuple(Mark(moment, 10**9 if index == 0 else 0, 0) for index, moment in enumerate((*trace, END_OF_BACKWARD)))
+    held = plan_step(units, trace, activations=Activations(marks)).footprint
+    assert (held.activations, held.working) == (10**9, NUM_KEPT_BLOCKS * NUMEL * 2)
+
+
+def test_activations_of_another_order_are_refused() -> None:
+    units = wide_units("zero3", num=2)
+    marks = tuple(Mark(moment, 0, 0) for moment in straight_trace(units[:1]))
+    with pytest.raises(ProgramError, match="those of another order"):
+        plan_step(units, straight_trace(units), activations=Activations(marks))
 
 
 def test_looking_ahead_costs_what_lies_ahead() -> None:

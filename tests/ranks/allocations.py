@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,22 @@ class Allocations(TorchDispatchMode):
         alive = {key: storage for key, ref in self._storages.items() if (storage := ref()) is not None}
         self._storages = {key: self._storages[key] for key in alive}
         return sum(storage.nbytes() for storage in alive.values())
+
+
+def profiled_peak(step: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator had handed out at once during `step`, over those at its start.
+
+    Scratch of kernels is in it. `step` is run once before, for what torch keeps for good.
+    """
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
 
 
 def _is_tensor(value: object) -> bool:

@@ -14,7 +14,7 @@ from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.placement import PRESETS, Table, mesh_for, preset, table_for
-from shardwise.program import OPTIMIZERS, UnitSpec
+from shardwise.program import OPTIMIZERS, Activations, UnitSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", type=int, metavar="N", help="the number of ranks")
     parser.add_argument(
         "--model", metavar="FILE:CALLABLE", help="what builds the model, without arguments; no memory is used for it"
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="FILE:CALLABLE",
+        help="what returns what the model is called with, without arguments: a tensor, a tuple of arguments, or a dict "
+        "of keyword arguments; only shapes and dtypes count. A forward and backward are rehearsed on it, and their "
+        "activations counted. What is sent back is the model's output, or its loss, or else the sum of its "
+        "floating-point tensors",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", help="change one value of the plan; may be repeated"
@@ -73,16 +81,23 @@ def _explained(args: argparse.Namespace) -> Explained:
     plan = load_plan(args.plan, args.set)
     mesh = mesh_for(plan, args.world)
     table = table_for(plan, mesh)
-    units, sizes = _units(args.model, plan, table, mesh, args.optimizer)
-    known_from = preset(plan.preset).known_from
-    return explain(plan, mesh, table, known_from, units, sizes, args.optimizer_states, args.optimizer)
+    if args.batch is not None and args.model is None:
+        raise ConfigError("--batch is for a model: give --model FILE:CALLABLE too.")
+    units, sizes, activations = _units(args, plan, table, mesh)
+    known_from, optimizer = preset(plan.preset).known_from, args.optimizer
+    states = args.optimizer_states
+    return explain(plan, mesh, table, known_from, units, sizes, states, optimizer, activations, args.batch)
 
 
 def _units(
-    model: str | None, plan: Plan, table: Table, mesh: Mesh, optimizer: str | None
-) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
-    if model is None:
-        return stand_in(table, mesh, optimizer), ()
+    args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh
+) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...], Activations | None]:
+    """Units, their sizes, and the activations of a batch, if there is one."""
+    if args.model is None:
+        return stand_in(table, mesh, args.optimizer), (), None
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
-    units: tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]] = model_file.units_of(model, plan, mesh, optimizer)
-    return units
+    model = model_file.build_model(args.model)
+    specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
+    if args.batch is None:
+        return specs, sizes, None
+    return specs, sizes, model_file.activations_of(model, args.batch, plan, table, mesh)

@@ -10,6 +10,7 @@ from shardwise.config import Plan, plan_table
 from shardwise.mesh import Mesh
 from shardwise.placement import KINDS, Span, Table, pack, padded_numel, ruled_tables, table_for
 from shardwise.program import (
+    Activations,
     FlatSpec,
     Footprint,
     PlacedUpdate,
@@ -39,7 +40,8 @@ class UnitSize:
 class Explained:
     """A plan on a mesh: its table, the program of one step, and what each rank holds and sends.
 
-    `sizes` is empty if the units stand in for a model. `replicated` is what training without sharding holds.
+    `sizes` is empty if the units stand in for a model. `replicated` is what training without sharding holds. With
+    `batch`, which says where it came from, activations are counted.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class Explained:
     optimizer: str | None
     step: StepProgram
     replicated: Footprint
+    batch: str | None = None
 
     @property
     def rules(self) -> dict[str, Table]:
@@ -76,12 +79,17 @@ def explain(
     sizes: tuple[UnitSize, ...],
     num_states: int,
     optimizer: str | None = None,
+    activations: Activations | None = None,
+    batch: str | None = None,
 ) -> Explained:
-    """Plan one step of `units`, used one after the other, and the same step with a copy on every rank."""
+    """Plan one step of `units`, and the same step with a copy on every rank.
+
+    They are used in the order of the rehearsal that counted the `activations` of `batch`, or else one after the other.
+    """
     copies = table_for(Plan(preset="ddp", precision=plan.precision), mesh).on(mesh)
     replicas = tuple(replace(unit, flats=tuple(replace(flat, table=copies) for flat in unit.flats)) for unit in units)
-    step, replicated = (_planned(plan, some, num_states) for some in (units, replicas))
-    return Explained(plan, mesh, table, known_from, sizes, num_states, optimizer, step, replicated.footprint)
+    step, replicated = (_planned(plan, some, num_states, activations) for some in (units, replicas))
+    return Explained(plan, mesh, table, known_from, sizes, num_states, optimizer, step, replicated.footprint, batch)
 
 
 def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
@@ -107,7 +115,9 @@ def as_json(explained: Explained) -> dict[str, Any]:
         "units": [asdict(size) for size in explained.sizes] or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",
         "optimizer": explained.optimizer,
         "optimizer_states": explained.num_states,
+        "batch": explained.batch,
         "bytes": by_kind(explained.step.footprint),
+        "peak_at": _said_peak(explained.step.footprint),
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,
         "program": explained.program,
@@ -115,14 +125,19 @@ def as_json(explained: Explained) -> dict[str, Any]:
 
 
 def by_kind(footprint: Footprint) -> dict[str, int]:
-    return {**asdict(footprint), "total": footprint.total}
+    return {**footprint.by_kind, "total": footprint.total}
 
 
-def _planned(plan: Plan, units: Sequence[UnitSpec], num_states: int) -> StepProgram:
+def _said_peak(footprint: Footprint) -> str | None:
+    return None if footprint.peak_at is None else str(footprint.peak_at)
+
+
+def _planned(plan: Plan, units: Sequence[UnitSpec], num_states: int, activations: Activations | None) -> StepProgram:
     return plan_step(
         units,
-        straight_trace(tuple(units)),
+        straight_trace(tuple(units)) if activations is None else activations.trace,
         prefetch_bytes=None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes,
         states_per_param=num_states,
         num_micro_batches=plan.accumulate,
+        activations=activations,
     )

@@ -24,7 +24,11 @@ MEANINGS = {
     "grad": "gradients, waiting for the step",
     "optim": "optimizer states and master weights",
     "working": "gathered and travelling, at the peak",
+    "activations": "inputs, what the backward needs and makes",
+    "process": "pages and scratch of kernels: an allowance",
 }
+AT_THE_PEAK = {"grad": "gradients that wait for the step by then", "working": "gathered and travelling by then"}
+"""What a kind means where all are taken at one moment."""
 
 
 def print_explained(explained: Explained, console: Console, *, full: bool) -> None:
@@ -152,22 +156,27 @@ def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
 def _bytes_grid(explained: Explained) -> Grid:
     grid = _grid("", "promised", "replicated", "", right=["promised", "replicated"])
     promised, replicated = by_kind(explained.step.footprint), by_kind(explained.replicated)
+    meanings = MEANINGS | (AT_THE_PEAK if explained.batch else {})
     for kind, num_bytes in promised.items():
         style = "bold" if kind == "total" else ""
         cells = [Text(format_bytes(one), style) for one in (num_bytes, replicated[kind])]
-        note = f"{num_bytes / max(1, replicated[kind]):.0%} of replicated" if kind == "total" else MEANINGS[kind]
+        note = f"{num_bytes / max(1, replicated[kind]):.0%} of replicated" if kind == "total" else meanings[kind]
         grid.add_row(Text(kind, style or "cyan"), *cells, Text(note, "dim"))
     return grid
 
 
 def _bytes_note(explained: Explained) -> Text:
-    num = explained.num_states
+    num, peak_at = explained.num_states, explained.step.footprint.peak_at
+    if peak_at is None:
+        lines = ["Activations are the model's own and not in these figures; --batch counts them."]
+    else:
+        lines = [f"All of it together, at the one moment when that is most: at or just before {str(peak_at)!r}."]
     if explained.optimizer:
-        what = OPTIMIZERS[explained.optimizer]
-        return Text(f"With {what}. Activations are the model's own. Replicated is ddp.", "dim")
-    states = "no state" if num == 0 else "1 state" if num == 1 else f"{num} states"
-    text = f"With {states} per parameter (--optimizer-states, or --optimizer). Activations are the model's own."
-    return Text(f"{text} Replicated is ddp.", "dim")
+        lines.append(f"With {OPTIMIZERS[explained.optimizer]}. Replicated is ddp.")
+    else:
+        states = "no state" if num == 0 else "1 state" if num == 1 else f"{num} states"
+        lines.append(f"With {states} per parameter (--optimizer-states, or --optimizer). Replicated is ddp.")
+    return Text("\n".join(lines), "dim")
 
 
 def _sent(explained: Explained) -> str:

@@ -1,4 +1,4 @@
-"""A model from a Python file, built without memory, as units."""
+"""A model from a Python file, built without memory, as units; and what it holds on a batch from one."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from shardwise.config import Plan
 from shardwise.errors import ModelError, nearest
 from shardwise.mesh import Mesh
 from shardwise.optim import hidden_matrices
-from shardwise.program import UnitSpec, Update, update_by
-from shardwise.storage import UnitChoice, choose_units, rows_for, unit_spec
+from shardwise.placement import Table
+from shardwise.program import Activations, UnitSpec, Update, update_by
+from shardwise.rehearsal import rehearse
+from shardwise.storage import UnitChoice, choose_units, make_unit, rows_for, unit_spec
+from shardwise.telemetry import ByteMeter
 
 
 def units_of(
-    source: str, plan: Plan, mesh: Mesh, optimizer: str | None = None
+    source: str, model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None = None
 ) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
-    """The units that `plan` makes of the model that `FILE:CALLABLE` builds, and their sizes.
-
-    Runs the file and the callable; parameters are on the meta device and take no memory.
-    """
-    model = build_model(source)
+    """The units that `plan` makes of the `model` that `source` has built, and their sizes."""
     choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
     updates = _updates(model, optimizer) if optimizer else None
     specs = [(choice, unit_spec(choice, rows, mesh, updates)) for choice in choices]
@@ -37,6 +36,24 @@ def units_of(
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to place.")
     return tuple(spec for _, spec in kept), tuple(_size(choice) for choice, _ in kept)
+
+
+def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh) -> Activations:
+    """What `model` holds in a forward and backward on the batch that `FILE:CALLABLE` returns.
+
+    Runs the file and the callable, and the model's forward on tensors without values, which claim to be on a GPU if
+    this machine has one.
+    """
+    make = _loaded("--batch", source, "train.py:sample_batch")
+    try:
+        batch = make()
+    except Exception as error:
+        raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
+    rows, device = rows_for(model, plan, mesh), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    first = dict.fromkeys(mesh.axes, 0)
+    units = [make_unit(choice, rows, mesh, first, ByteMeter(), device) for choice in choose_units(model, plan)]
+    units = [unit for unit in units if unit.flats]
+    return rehearse(model, units, batch, device=device, compute=table.compute)
 
 
 def _updates(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:
@@ -47,11 +64,9 @@ def _updates(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:
 
 
 def build_model(source: str) -> nn.Module:
-    """Call `FILE:CALLABLE` on the meta device."""
-    file, colon, name = source.rpartition(":")
-    if not (colon and file and name):
-        raise ModelError(f"--model is {source!r}; write FILE:CALLABLE, such as train.py:build_model.")
-    build = _callable(_imported(Path(file)), file, name)
+    """Call `FILE:CALLABLE` on the meta device: parameters take no memory."""
+    build = _loaded("--model", source, "train.py:build_model")
+    file, _, name = source.rpartition(":")
     try:
         with torch.device("meta"):
             model = build()
@@ -63,6 +78,14 @@ def build_model(source: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name} in {file} returns {type(model).__name__}; it must return a torch.nn.Module.")
     return model
+
+
+def _loaded(option: str, source: str, example: str) -> Callable[[], Any]:
+    """The callable of `FILE:CALLABLE`, which is what `option` says."""
+    file, colon, name = source.rpartition(":")
+    if not (colon and file and name):
+        raise ModelError(f"{option} is {source!r}; write FILE:CALLABLE, such as {example}.")
+    return _callable(_imported(Path(file)), file, name)
 
 
 def _imported(path: Path) -> ModuleType:

@@ -12,6 +12,7 @@ from shardwise.program.action import (
     Program,
     UnitMoments,
 )
+from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import (
     build_pass,
     build_step,
@@ -25,7 +26,7 @@ from shardwise.program.build import (
     verdict_numel,
 )
 from shardwise.program.check import check
-from shardwise.program.footprint import Footprint, footprint
+from shardwise.program.footprint import NUM_KEPT_BLOCKS, Footprint, footprint
 from shardwise.program.handover import Handover, Matrix, handovers
 from shardwise.program.plan import StepProgram, plan_step
 from shardwise.program.prefetch import prefetch
@@ -41,13 +42,16 @@ __all__ = [
     "BLOCK",
     "DURING_STEP",
     "END_OF_BACKWARD",
+    "NUM_KEPT_BLOCKS",
     "OPTIMIZERS",
     "SMALL_NUMEL",
     "Action",
+    "Activations",
     "Block",
     "FlatSpec",
     "Footprint",
     "Handover",
+    "Mark",
     "Matrix",
     "Moment",
     "PlacedUpdate",

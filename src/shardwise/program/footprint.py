@@ -1,7 +1,7 @@
 """What a program will hold on one rank: bytes at rest by kind, and the peak of what comes and goes.
 
 These are promises: the runtime counts the same bytes (`engine.memory()`), and a test holds the two together.
-Activations are the model's own and not counted here.
+Activations are the model's own: they are counted where a rehearsal says what they are.
 """
 
 from __future__ import annotations
@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.errors import ProgramError
 from shardwise.placement import WIDTH, Span
-from shardwise.program.action import Action, Block, Program
+from shardwise.program.action import Action, Block, Moment, Program
+from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import fills_grad, reduce_due
 from shardwise.program.handover import Handover, at, handovers
 from shardwise.program.spec import FlatSpec, UnitSpec
+
+NUM_KEPT_BLOCKS = 2
+"""Blocks of shared memory that wait, with their pages, for the next gradients to be sent from where they lie. As many
+are used in turn: one is filled while another is read."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +28,31 @@ class Footprint:
 
     `param`, `optim` (states and master weights) and `grad` rest between steps or wait for one; `working`
     is what the peak holds beyond them: gathered parameters, gradients on their way, copies for the wire.
+
+    Where `activations` are counted, `grad` and `working` too are what is held at the one moment when everything
+    together is most, which is at `peak_at` or on the way to it from the moment before, and `working` has blocks that
+    only wait to be used again; `process` is an allowance for what no tensor shows. Else there is neither.
     """
 
     param: int
     grad: int
     optim: int
     working: int
+    activations: int | None = None
+    process: int = 0
+    peak_at: Moment | None = None
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes that add up to `total`; without `activations` and `process` where they are not counted."""
+        kinds = {"param": self.param, "grad": self.grad, "optim": self.optim, "working": self.working}
+        if self.activations is None:
+            return kinds
+        return {**kinds, "activations": self.activations, "process": self.process}
 
     @property
     def total(self) -> int:
-        return self.param + self.grad + self.optim + self.working
+        return sum(self.by_kind.values())
 
 
 def footprint(
@@ -42,23 +63,54 @@ def footprint(
     states_per_param: int = 2,
     num_micro_batches: int = 1,
     coordinate: Mapping[str, int] | None = None,
+    activations: Activations | None = None,
 ) -> Footprint:
     """What one step, `micro_batch` as often as gradients are accumulated and then `step`, holds on each rank.
 
     `states_per_param`: tensors of the parameter's size that the optimizer keeps (Adam: 2), where a flat buffer does
     not say how it is updated. Ranks differ where it does: the figures are those of the rank at `coordinate` of the
-    mesh, or else the most that any rank holds.
+    mesh, or else the most that any rank holds. `activations` are those of a rehearsal with the order of `micro_batch`.
     """
     flats = [flat for unit in units for flat in unit.flats]
     param = sum(flat.num_bytes(flat.table.param.shard, flat.table.param.dtype) for flat in flats)
     optim = sum(_optim_bytes(flat, states_per_param, coordinate) for flat in flats if flat.trainable)
     grad = sum(flat.grad_bytes for flat in flats if flat.trainable)
     clock = _Walk({flat.name: flat for flat in flats}, coordinate)
-    again = micro_batch if num_micro_batches > 1 else ()  # all later ones hold what the second holds
-    for block in (*micro_batch, *again, *step):
+    clock.kept = _kept_bytes(flats) if activations is not None else 0
+    marks = _marks(micro_batch, activations)
+    for _ in range(min(2, num_micro_batches)):  # all later ones hold what the second holds
+        for block, mark in zip(micro_batch, marks, strict=True):
+            clock.walk(block, units, mark)
+    for block in step:
         clock.walk(block, units)
     rooms = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_room)
-    return Footprint(param, grad, optim, max(0, rooms + clock.peak - grad))
+    if activations is None:
+        return Footprint(param, grad, optim, max(0, rooms + clock.peak - grad))
+    working = clock.peak - clock.peak_grad - clock.peak_activations
+    grad, process = rooms + clock.peak_grad, activations.process_bytes
+    return Footprint(param, grad, optim, working, clock.peak_activations, process, clock.peak_at)
+
+
+def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
+    """What ranks of one host keep for gradients that are sent; a promise does not depend on where ranks run.
+
+    Where parameters come and go nothing is kept through a forward.
+    """
+    if not all(flat.resident for flat in flats):
+        return 0
+    sent = [flat for flat in flats if flat.trainable and reduce_due(flat) and not fills_grad(flat)]
+    return sum(sorted(flat.numel * WIDTH[flat.table.wire] for flat in sent)[-NUM_KEPT_BLOCKS:])
+
+
+def _marks(micro_batch: Program, activations: Activations | None) -> tuple[Mark | None, ...]:
+    """For each block the mark of its moment."""
+    if activations is None:
+        return (None,) * len(micro_batch)
+    moments = [str(block.moment) for block in micro_batch]
+    told = [str(mark.moment) for mark in activations.marks]
+    if moments != told:
+        raise ProgramError(f"The activations are those of another order: {told}, and not {moments}.")
+    return activations.marks
 
 
 def _optim_bytes(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
@@ -96,9 +148,20 @@ class _Walk:
         self._housed: set[tuple[str, str]] = set()
         """What lies in such memory."""
         self.steps_left: dict[str, int] = {}
+        self.kept = 0
+        """Bytes that stay for gradients that are sent, whether any are or not."""
         self.peak = 0
+        self.peak_grad = 0
+        self.peak_activations = 0
+        self.peak_at: Moment | None = None
+        self._activations = 0
+        self._moment: Moment | None = None
 
-    def walk(self, block: Block, units: Sequence[UnitSpec]) -> None:
+    def walk(self, block: Block, units: Sequence[UnitSpec], mark: Mark | None = None) -> None:
+        self._moment = block.moment
+        if mark is not None:
+            self._look(mark.peak_bytes)
+            self._activations = mark.live_bytes
         for action in block.actions:
             if action.flat in self.flats:
                 self._act(self.flats[action.flat], action, in_step=block.moment.phase == "step")
@@ -213,8 +276,16 @@ class _Walk:
 
     def _hold(self, flat: FlatSpec, what: str, num_bytes: int) -> None:
         self.live[flat.name, what] = num_bytes
-        beside = sum(held for key, held in self.live.items() if key not in self._housed)
-        self.peak = max(self.peak, beside)
+        self._look(self._activations)
+
+    def _look(self, activations: int) -> None:
+        """Whether this is the most so far, beside so many bytes of activations."""
+        beside = {key: num_bytes for key, num_bytes in self.live.items() if key not in self._housed}
+        in_use = sum(num_bytes for (_, what), num_bytes in beside.items() if what in ("inbox", "reduced"))
+        held = sum(beside.values()) + max(0, self.kept - in_use) + activations
+        if held > self.peak:
+            self.peak, self.peak_activations, self.peak_at = held, activations, self._moment
+            self.peak_grad = sum(num_bytes for (_, what), num_bytes in beside.items() if what == "grad")
 
     def _rename(self, flat: FlatSpec, old: str, new: str) -> None:
         """It is the same memory."""

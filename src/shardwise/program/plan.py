@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.program.action import Action, Block, Program
+from shardwise.program.activations import Activations
 from shardwise.program.build import build_pass, build_step
 from shardwise.program.check import check
 from shardwise.program.footprint import Footprint, footprint
@@ -52,11 +53,13 @@ def plan_step(
     states_per_param: int = 2,
     num_micro_batches: int = 1,
     coordinate: Mapping[str, int] | None = None,
+    activations: Activations | None = None,
 ) -> StepProgram:
     """Build, prefetch, overlap and check the program of one step.
 
     `prefetch_bytes` is how much may lie gathered ahead of its use; `None` means the largest unit, so
-    that the next one is always on its way. `training` and `reduces` are those of `build_pass`.
+    that the next one is always on its way. `training` and `reduces` are those of `build_pass`, `activations` those
+    of `footprint`.
     """
     full_bytes = {flat.name: flat.full_bytes for unit in units for flat in unit.flats}
     largest = max((sum(flat.full_bytes for flat in unit.flats) for unit in units), default=0)
@@ -73,6 +76,7 @@ def plan_step(
         states_per_param=states_per_param,
         num_micro_batches=num_micro_batches,
         coordinate=coordinate,
+        activations=activations,
     )
     flats = [flat for unit in units for flat in unit.flats]
     return StepProgram(micro_batch, step, held, handovers(flats))

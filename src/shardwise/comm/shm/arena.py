@@ -15,13 +15,12 @@ import numpy as np
 import torch
 
 from shardwise.comm.shm.file import SharedFile, give_back, whole_pages
+from shardwise.program import NUM_KEPT_BLOCKS
 
 Tensor = torch.Tensor
 _SMALL_BYTES = 2**16
 _MOST_WASTE = 1.5
 """A few bytes shall not occupy the block of a unit: up to so many times what is asked for, and among small ones any."""
-_NUM_KEPT = 2
-"""As many are used in turn: one is filled while another is read."""
 
 
 class Block:
@@ -74,7 +73,7 @@ class Arena:
         if num_bytes < _SMALL_BYTES or self._smallest(num_bytes, lambda block: block.is_idle):
             return None
         large = [block for block in self._blocks if block.num_bytes >= _SMALL_BYTES]
-        return self._smallest(num_bytes, lambda block: not block.has_tensor) if len(large) >= _NUM_KEPT else None
+        return self._smallest(num_bytes, lambda block: not block.has_tensor) if len(large) >= NUM_KEPT_BLOCKS else None
 
     def _smallest(self, num_bytes: int, fits: Callable[[Block], bool]) -> Block | None:
         longest = max(_SMALL_BYTES, _MOST_WASTE * num_bytes)
@@ -84,7 +83,7 @@ class Arena:
     def rest(self, *, keeps_some: bool) -> None:
         """Give back the pages of all idle blocks, or of all but the largest few."""
         idle = sorted((block for block in self._blocks if block.is_idle), key=lambda block: block.num_bytes)
-        for block in idle[:-_NUM_KEPT] if keeps_some else idle:
+        for block in idle[:-NUM_KEPT_BLOCKS] if keeps_some else idle:
             self._give_back(block)
 
     def find(self, tensor: Tensor) -> tuple[Block, int] | None:

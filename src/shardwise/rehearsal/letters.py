@@ -1,0 +1,51 @@
+"""Why a model could not be rehearsed, and at which of its lines."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from shardwise.errors import ModelError
+
+NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
+
+
+def letter(error: Exception, model: nn.Module) -> ModelError:
+    """The error to raise for what `model` raised on tensors without values."""
+    name, place = type(model).__name__, _place(error)
+    if isinstance(error, DataDependentOutputException):
+        return ModelError(
+            f"{name} cannot be rehearsed: {place} asks for the value of a tensor, and in a rehearsal tensors have "
+            f"shapes but no values. Decide there by shapes, or by a Python value that the model is given; or leave "
+            f"the batch away, and activations will not be counted."
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return ModelError(
+            f"{name} cannot be rehearsed: at {place} the values of a tensor decide how large another one is "
+            f"({error.func}), and in a rehearsal tensors have no values. Select by a mask or a fixed number of "
+            f"elements there; or leave the batch away, and activations will not be counted."
+        )
+    return ModelError(
+        f"{name} could not be rehearsed on this batch: at {place} {type(error).__name__}: {error}. In a rehearsal "
+        f"tensors have shapes but no values. See whether the model itself takes this batch; if it does, leave the "
+        f"batch away, and activations will not be counted."
+    )
+
+
+def _place(error: Exception) -> str:
+    """The innermost line that is neither torch's nor ours: `model.py:12, in forward, "if x.sum() > 0:"`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if _is_theirs(frame.filename)]
+    if not theirs:
+        return "a place outside of any forward,"
+    last = theirs[-1]
+    return f"{last.filename}:{last.lineno}, in {last.name}, {last.line!r},"
+
+
+def _is_theirs(file: str) -> bool:
+    path = Path(file)
+    return path.is_file() and not any(path.is_relative_to(folder) for folder in NOT_THEIRS)

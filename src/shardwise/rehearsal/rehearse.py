@@ -1,0 +1,201 @@
+"""Run a model on a batch without memory, and note at each moment what it would hold.
+
+The same hooks as in training say which moment it is. Tensors claim the device on which the model will train, so that
+attention and the like choose the kernels that they will choose there. Gradients go when training would take them: as
+soon as autograd hands them over. What follows a recomputation (activation checkpointing) needs no rule of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.errors import ConfigError, ModelError
+from shardwise.placement import Dtype
+from shardwise.precision import cast_floating
+from shardwise.program import END_OF_BACKWARD, Activations, Mark, Moment
+from shardwise.rehearsal.integers import Integers, like
+from shardwise.rehearsal.letters import letter
+from shardwise.rehearsal.living import CUDA_BLOCK_BYTES, LivingBytes
+from shardwise.rehearsal.twin import Twin, TwinFlat
+from shardwise.runtime.hooks import Hooks
+from shardwise.runtime.reach import Callers, Reach
+from shardwise.storage import FullState, Unit, torch_dtype
+
+Loss = Callable[[Any], torch.Tensor]
+PROCESS_BYTES = 2**25
+"""[Note: what no tensor shows] On a CPU a process that begins to compute grows by pages of libraries that are first
+used then, scratch of the matrix kernels (MKL packs, oneDNN compiles), gaps of the heap between living blocks, and the
+engine's own Python objects. Measured with torch 2.13 and one thread: 19 MiB (fp32) and 29 (bf16) for a model that is
+all but nothing, of which plain PyTorch alone takes 12 and 24; 28 and 40 for a GPT of 34 M parameters. It hardly grows
+with the model, so one figure stands for it. On a GPU the allocator's peak has none of it.
+"""
+MAX_PASSES = 4
+"""Each one may teach how to see more: modules that reach into others, parameters without a gradient."""
+
+
+def rehearse(
+    model: nn.Module,
+    units: Sequence[Unit],
+    batch: object,
+    *,
+    device: torch.device,
+    compute: Dtype,
+    loss: Loss | None = None,
+) -> Activations:
+    """The activations of one forward and backward of `model` on `batch`; neither is changed, no other rank is asked.
+
+    `batch` is what the model is called with: a tensor, a tuple of arguments, or a dict of keyword arguments; only its
+    shapes and dtypes count, and its integers. What is sent back is `loss(output)`; without `loss` the output itself if
+    it is a tensor, or its `loss`, or else the sum of its floating-point tensors. As in `loss = model(...)`, the rest of
+    the output is dropped before the backward. `units` are those of the model, whose parameters may be on the meta
+    device.
+
+    Raises `ModelError` for a model that asks for values of floating-point tensors, or that fails on the batch, and
+    `ConfigError` for a `batch` of another kind.
+    """
+    args, kwargs = _arguments(batch)
+    with FakeTensorMode(allow_non_fake_inputs=True), Integers(), torch.enable_grad():
+        twin = Twin(model, units, device)
+        stage = _Stage(twin, device)
+        given = {id(leaf): like(leaf, device) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        fake = tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], (args, kwargs))
+        for _ in range(MAX_PASSES):
+            try:
+                stage.perform(fake, compute, loss or loss_in)
+            except ModelError:
+                raise
+            except Exception as error:
+                raise letter(error, model) from error
+            if not stage.is_wiser:
+                break
+    return Activations(tuple(stage.marks), PROCESS_BYTES if device.type == "cpu" else 0)
+
+
+def loss_in(output: Any) -> torch.Tensor:
+    """What a backward starts from: see `rehearse`."""
+    if isinstance(output, torch.Tensor):
+        return output
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not tensors:
+        raise ModelError(
+            f"The model returns {type(output).__name__}, in which there is nothing to send back: no tensor, no `loss`, "
+            f"no floating-point tensors that depend on trained parameters. Return the loss."
+        )
+    return torch.stack([tensor.sum() for tensor in tensors]).sum()
+
+
+def _arguments(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, tuple):
+        return batch, {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    raise ConfigError(
+        f"The batch is {type(batch).__name__}; it must be what the model is called with: a tensor, a tuple of "
+        f"arguments, or a dict of keyword arguments."
+    )
+
+
+class _Stage:
+    """Listens to the hooks of one twin, as the runner does to those of a model, and marks moments."""
+
+    def __init__(self, twin: Twin, device: torch.device) -> None:
+        self._twin = twin
+        self._resting = twin.resting
+        self._granule_bytes = CUDA_BLOCK_BYTES if device.type == "cuda" else 1
+        self._hooks = Hooks(twin.model, twin.units, self)
+        self.marks: list[Mark] = []
+        self.is_wiser = False
+        self._open: set[str] = set()
+        self._reached: list[tuple[Unit, nn.Module]] = []
+        self._callers: Callers | None = None
+
+    def perform(self, batch: tuple[Any, Any], compute: Dtype, loss: Loss) -> None:
+        """One pass: `marks` are then those of this one, and `is_wiser` says whether the next will see more."""
+        self.marks, self.is_wiser = [], False
+        self._open.clear()
+        self._reached.clear()
+        dtype = torch_dtype(compute) if compute in ("bf16", "fp16") else None
+        with LivingBytes(self._resting, self._granule_bytes) as self._living:
+            self._living.count(batch)
+            args, kwargs = batch if dtype is None else cast_floating(batch, dtype)
+            result = loss(self._twin.model(*args, **kwargs))
+            del args, kwargs
+            if not result.requires_grad:
+                raise ModelError("The loss depends on no trained parameter, so that there is no backward to rehearse.")
+            (result if result.numel() == 1 else result.sum()).backward()  # type: ignore[no-untyped-call]  # torch's own
+        self._forget_callers()
+        for unit, site in self._reached:
+            unit.sites.append(site)
+            self._hooks.add_site(unit, site)
+
+    # -- events -----------------------------------------------------------------------------------------
+
+    def enter_root(self) -> None:
+        self._forget_callers()
+        self._callers = Callers(self._twin.model)
+        self._reach = Reach(self._twin.units, self._reach_for)
+        self._reach.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+
+    def leave_root(self, *, raised: bool) -> None:  # noqa: ARG002  # then nobody looks at the marks
+        self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
+
+    def before_forward(self, unit: Unit) -> None:
+        _become(unit, FullState.READY)
+        self._mark(Moment("before", "forward", unit.name))
+
+    def after_forward(self, unit: Unit, *, opaque: bool) -> None:  # noqa: ARG002
+        _become(unit, FullState.ABSENT)
+        self._mark(Moment("after", "forward", unit.name))
+
+    def before_backward(self, unit: Unit) -> None:
+        if unit.name not in self._open:
+            self._open.add(unit.name)
+            self._mark(Moment("before", "backward", unit.name))
+
+    def after_backward(self, unit: Unit) -> None:
+        self._open.discard(unit.name)
+        for flat in unit.flats:
+            flat.drop_gradients()
+        self._mark(Moment("after", "backward", unit.name))
+
+    def end_of_backward(self) -> None:
+        for unit in self._twin.units:
+            if any(any(flat.touched) for flat in unit.flats):  # some of its parameters got no gradient
+                self._hooks.watch_inputs(unit)
+                self.is_wiser = True
+                self.after_backward(unit)
+        self._mark(END_OF_BACKWARD)
+
+    def _mark(self, moment: Moment) -> None:
+        self.marks.append(Mark(moment, self._living.take_peak(), self._living.live_bytes))
+
+    def _reach_for(self, unit: Unit) -> None:
+        """A module reads `unit` without calling it: in the next pass it is gathered for that module."""
+        _become(unit, FullState.READY)
+        site = (self._callers.innermost() if self._callers is not None else None) or self._twin.model
+        if all(site is not known for known in unit.sites):
+            self._reached.append((unit, site))
+            self.is_wiser = True
+
+    def _forget_callers(self) -> None:
+        """Only while no module runs."""
+        if self._callers is not None:
+            self._callers.remove()
+            self._callers = None
+
+
+def _become(unit: Unit, state: FullState) -> None:
+    for flat in unit.flats:
+        assert isinstance(flat, TwinFlat)
+        flat.become(state)
