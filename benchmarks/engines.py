@@ -108,12 +108,12 @@ def deepspeed(build: Build, race: Race, *, stage: int) -> Step:
 
 def shardwise(build: Build, race: Race, *, plan: str, **options: str) -> Step:
     """As in the README; `options` are more lines of the plan."""
-    import shardwise as sw
+    from shardwise import World, shard
 
-    world = sw.World.join()
+    world = World.join()
     model = build()
     settings = {"preset": plan, "precision": race.dtype, **options}
-    engine = sw.shard(model, settings, optimizer=_adamw(model), world=world)
+    engine = shard(model, settings, optimizer=_adamw(model), world=world)
     return Promising(_engine_step(engine), lambda tokens: engine.rehearse(tokens).total)
 
 

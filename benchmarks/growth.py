@@ -1,4 +1,4 @@
-"""What more ranks cost each rank, and what it costs to begin: importing, and starting a job of two."""
+"""What more ranks, more parameters and more units cost each rank; and what it costs to begin."""
 
 from __future__ import annotations
 
@@ -6,30 +6,36 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.fresh import ROOT, RunError, environment, launcher, run_ranks
+from benchmarks.host import PLAIN, run_host
 from benchmarks.machine import header
+from benchmarks.names import APART
 from benchmarks.results_file import write_result
 from benchmarks.schedule import interleaved
 from benchmarks.show import show_figures
+from benchmarks.sizes import SIZES
 from benchmarks.summary import Run
 
-RANKS = (1, 2, 4)
 ENGINE = "shardwise-zero3"
+RACES = (("small", 1), ("small", 2), ("small", 4), ("small", 8), ("large", 2))
+QUICK_RACES = (("tiny", 1), ("tiny", 2))
+BLOCKS = (24, 48, 96)
 # `import shardwise` by itself imports next to nothing: names come when they are first used.
 IMPORTS = {"torch": "import torch", "torch and shardwise": "import torch; from shardwise import shard"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def main(args: argparse.Namespace, console: Console) -> int:
-    size, num_rounds, steps = ("tiny", 2, 4) if args.quick else ("small", 3, 4)
-    result: dict[str, Any] = header(args.note) | {"benchmark": "growth", "size": size, "engine": ENGINE}
-    result["ranks"] = _growth(size, num_rounds, steps)
+    races, num_rounds = (QUICK_RACES, 2) if args.quick else (RACES, 3)
+    result: dict[str, Any] = header(args.note) | {"benchmark": "growth", "engine": ENGINE}
+    result["ranks"] = _by_ranks(races, num_rounds)
+    result["units"] = _by_units(num_rounds, 5 if args.quick else 15)
     result["import_seconds"] = _medians({name: _import(code) for name, code in IMPORTS.items()}, 3 if args.quick else 7)
     result["start_seconds"] = _medians(
         {"shardwise launch": _start([*launcher(2), "-m"]), "torchrun": _start([*TORCHRUN, "-m"])}, num_rounds
@@ -40,23 +46,40 @@ def main(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _growth(size: str, num_rounds: int, steps: int) -> list[dict[str, Any]]:
-    """By number of ranks: the medians over rounds of what one rank takes, with the same micro-batch each."""
-    runs: dict[str, list[Run]] = {str(num_ranks): [] for num_ranks in RANKS}
-    for number, num_ranks in interleaved(list(runs), num_rounds):
-        options = [f"--engine={ENGINE}", f"--size={size}", "--dtype=fp32", "--warm=2", f"--steps={steps}"]
-        ranks = run_ranks("benchmarks.worker", options, num_ranks=int(num_ranks), timeout_seconds=300)
-        runs[num_ranks].append(Run(size, "fp32", ENGINE, number, tuple(ranks)))
+def _by_ranks(races: Sequence[tuple[str, int]], num_rounds: int) -> list[dict[str, Any]]:
+    """The medians over rounds of what one rank takes, with the same micro-batch each, beside as many plain processes.
+
+    Those share cores and memory's bandwidth as ranks do, so that the difference is what is due to us.
+    """
+    turns = {f"{engine} {size} {ranks}": (engine, size, ranks) for size, ranks in races for engine in (APART, ENGINE)}
+    runs: dict[str, list[Run]] = {name: [] for name in turns}
+    for number, name in interleaved(list(turns), num_rounds):
+        engine, size, ranks = turns[name]
+        options = [f"--engine={engine}", f"--size={size}", "--dtype=fp32", "--warm=2", "--steps=4"]
+        figures = run_ranks("benchmarks.worker", options, num_ranks=ranks, timeout_seconds=300)
+        runs[name].append(Run(size, "fp32", engine, number, tuple(figures)))
     return [
         {
-            "ranks": int(num_ranks),
-            "seconds": median(run.seconds for run in done),
-            "cpu_seconds": median(run.cpu_seconds for run in done),
-            "peak_bytes": median(run.peak_bytes for run in done),
-            "sent_bytes": median(run.sent_bytes or 0 for run in done),
+            "engine": engine,
+            "size": size,
+            "params": SIZES[size].params,
+            "ranks": ranks,
+            "seconds": median(run.seconds for run in runs[name]),
+            "cpu_seconds": median(run.cpu_seconds for run in runs[name]),
+            "peak_bytes": median(run.peak_bytes for run in runs[name]),
         }
-        for num_ranks, done in runs.items()
+        for name, (engine, size, ranks) in turns.items()
     ]
+
+
+def _by_units(num_rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Host time of a block's forward and backward over the plain model's, by the number of blocks: see `host`."""
+    over: dict[int, list[float]] = {num_blocks: [] for num_blocks in BLOCKS}
+    for _, name in interleaved([str(num_blocks) for num_blocks in BLOCKS], num_rounds):
+        num_blocks = int(name)
+        plain, ours = (run_host(engine, "fp32", steps, num_blocks)["passes_seconds"] for engine in (PLAIN, ENGINE))
+        over[num_blocks].append((ours - plain) / num_blocks)
+    return [{"blocks": num_blocks, "block_seconds": median(each)} for num_blocks, each in over.items()]
 
 
 def _medians(calls: dict[str, Callable[[], float]], num_rounds: int) -> dict[str, float]:
@@ -93,16 +116,19 @@ def _timed(command: list[str]) -> float:
 def _show(result: dict[str, Any], console: Console) -> None:
     rows = [
         [
+            f"{row['params'] / 1e6:.1f} M",
             str(row["ranks"]),
+            row["engine"],
             f"{row['seconds'] * 1000:.0f}",
             f"{row['cpu_seconds'] * 1000:.0f}",
             f"{row['peak_bytes'] / 2**20:.0f}",
-            f"{row['sent_bytes'] / 2**20:.1f}",
         ]
         for row in result["ranks"]
     ]
-    title = f"{result['engine']}, {result['size']}, fp32, per rank and step"
-    show_figures(title, ["ranks", "ms", "CPU ms", "peak MiB", "sent MiB"], rows, console)
+    columns = ["parameters", "ranks", "engine", "ms", "CPU ms", "peak MiB"]
+    show_figures("per rank and step, fp32", columns, rows, console)
+    units = [[str(row["blocks"]), f"{row['block_seconds'] * 1e6:.0f}"] for row in result["units"]]
+    show_figures("host time over the plain model, fp32", ["blocks", "us/block"], units, console)
     begin = {f"import {name}": each for name, each in result["import_seconds"].items()}
     begin |= {f"2 ranks met, by {name}": each for name, each in result["start_seconds"].items()}
     show_figures("to begin", ["what", "s"], [[name, f"{each:.2f}"] for name, each in begin.items()], console)

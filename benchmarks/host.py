@@ -25,7 +25,7 @@ def main(args: argparse.Namespace, console: Console) -> int:
     num_rounds, steps = (2, 5) if args.quick else (5, 20)
     result: dict[str, Any] = header(args.note) | {"benchmark": "host", "blocks": NUM_BLOCKS, "world_size": WORLD_SIZE}
     result["runs"] = [
-        {"dtype": dtype, "engine": engine, "round": number, **_run(engine, dtype, steps)}
+        {"dtype": dtype, "engine": engine, "round": number, **run_host(engine, dtype, steps)}
         for dtype in DTYPES
         for number, engine in interleaved(ENGINES, num_rounds)
     ]
@@ -57,8 +57,9 @@ def summary_of(runs: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _run(engine: str, dtype: str, steps: int) -> dict[str, Any]:
-    options = [f"--engine={engine}", f"--dtype={dtype}", f"--steps={steps}"]
+def run_host(engine: str, dtype: str, steps: int, num_blocks: int = NUM_BLOCKS) -> dict[str, Any]:
+    """CPU seconds of a step, by part, in a fresh process."""
+    options = [f"--engine={engine}", f"--dtype={dtype}", f"--blocks={num_blocks}", f"--steps={steps}"]
     return run_ranks("benchmarks.host_rank", options, num_ranks=1, timeout_seconds=120)[0]
 
 

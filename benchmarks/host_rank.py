@@ -17,7 +17,7 @@ import shardwise as sw
 from benchmarks.bare import Bare
 from benchmarks.echo import EchoTransport
 from benchmarks.figures import write_figures
-from benchmarks.host import DTYPES, ENGINES, NUM_BLOCKS, WORLD_SIZE
+from benchmarks.host import DTYPES, ENGINES, WORLD_SIZE
 
 DIM = 16
 LAYERS = 8  # a weight and a bias each: 16 parameters a block
@@ -99,10 +99,10 @@ def zero3(model: nn.Sequential, dtype: str, x: Tensor) -> Parts:
 MAKERS = dict(zip(ENGINES, (plain, bare, fsdp2, zero3), strict=True))
 
 
-def measure(engine: str, dtype: str, steps: int) -> dict[str, float]:
+def measure(engine: str, dtype: str, num_blocks: int, steps: int) -> dict[str, float]:
     """Median seconds of CPU for forward and backward, and for the update."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+    model = nn.Sequential(*(Block() for _ in range(num_blocks)))
     parts = MAKERS[engine](model, dtype, torch.randn(BATCH, DIM))
     for _ in range(3):
         parts.passes()
@@ -143,11 +143,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", choices=ENGINES, required=True)
     parser.add_argument("--dtype", choices=DTYPES, required=True)
+    parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     with write_figures(args.out) as figures:
-        figures.update(measure(args.engine, args.dtype, args.steps))
+        figures.update(measure(args.engine, args.dtype, args.blocks, args.steps))
     if dist.is_initialized():
         dist.destroy_process_group()
 

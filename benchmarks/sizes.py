@@ -30,6 +30,7 @@ class Size:
 SIZES = {
     "tiny": Size(num_blocks=2, dim=64, vocab=256, seq=32, head_dim=16),
     "small": Size(num_blocks=8, dim=512),
+    "large": Size(num_blocks=9, dim=1024),
     "tall": Size(num_blocks=48, dim=256),
     "ranks4": Size(num_blocks=8, dim=512, num_ranks=4),
 }

@@ -234,7 +234,7 @@ def test_host_time_is_what_comes_on_top_of_the_plain_model_in_the_same_round() -
 
 def test_among_fake_ranks_steps_follow_their_program() -> None:
     """Or what is measured is how long it takes to record one; `measure` raises then."""
-    assert measure("shardwise-zero3", "fp32", 2)["passes_seconds"] > 0
+    assert measure("shardwise-zero3", "fp32", 24, 2)["passes_seconds"] > 0
 
 
 def test_the_floor_of_host_time_trains_as_the_engine_does() -> None:

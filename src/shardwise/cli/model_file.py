@@ -31,7 +31,8 @@ def units_of(
     """The units that `plan` makes of the `model` that `source` has built, and their sizes."""
     choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
     updates = _updates(model, optimizer) if optimizer else None
-    specs = [(choice, unit_spec(choice, rows, mesh, updates)) for choice in choices]
+    on_cpu = _device().type == "cpu"
+    specs = [(choice, unit_spec(choice, rows, mesh, updates, on_cpu=on_cpu)) for choice in choices]
     kept = [(choice, spec) for choice, spec in specs if spec.flats]
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to place.")
@@ -49,11 +50,16 @@ def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh
         batch = make()
     except Exception as error:
         raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
-    rows, device = rows_for(model, plan, mesh), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows, device = rows_for(model, plan, mesh), _device()
     first = dict.fromkeys(mesh.axes, 0)
     units = [make_unit(choice, rows, mesh, first, ByteMeter(), device) for choice in choose_units(model, plan)]
     units = [unit for unit in units if unit.flats]
     return rehearse(model, units, batch, device=device, compute=table.compute)
+
+
+def _device() -> torch.device:
+    """Where a job on this machine would compute."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _updates(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:
