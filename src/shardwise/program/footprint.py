@@ -1,6 +1,7 @@
 """What a program will hold on one rank: bytes at rest by kind, and the peak of what comes and goes.
 
-These are promises: the runtime counts the same bytes (`engine.memory()`), and a test holds the two together.
+These are promises: the runtime counts the same bytes (`engine.memory()`), and a test holds the two together. A backward
+takes all the memory for its gradients at its beginning here; the runtime takes it when the first one comes.
 Activations are the model's own: they are counted where a rehearsal says what they are.
 """
 
