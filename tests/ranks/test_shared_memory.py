@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import mmap
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,50 @@ def test_what_one_writes_outside_of_gathered_is_his_own_and_soon_gone(model: Tra
         return [seen, torch.equal(before, after), torch.equal(before, weight)]  # type: ignore[arg-type]
 
     assert engines(2, model, work) == [[False, True, True], [True, True, True]]
+
+
+class ClampsItself(nn.Linear):
+    """Writes to its parameters in its forward, as normalizing layers of old do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_the_last_unit_stays_whole_until_its_backward_without_its_pages(model: Transformer, writes: bool) -> None:
+    """What a forward wrote to it is there in its backward; if it wrote nothing, pages are not held for the loss."""
+    x, y = batches(1)[0]
+    if writes:
+        model = copy.deepcopy(model)
+        model.head = ClampsItself(*reversed(model.head.weight.shape))
+
+    def work(engine: sw.Engine) -> tuple[bool, int, bool]:
+        [flat] = [flat for flat in engine._works.flats if any(slot.name == "head.weight" for slot in flat.slots)]
+        weight = engine.module.get_parameter("head.weight")
+        for _ in range(2):  # then the program is followed
+            engine_step(engine, None, (x, y))  # type: ignore[arg-type]
+        loss = engine(x, y)
+        pages = _num_present(flat.full)
+        is_whole = flat.is_whole
+        clamped = bool(weight.abs().max() <= 0.0101)
+        engine.backward(loss)
+        return is_whole, pages, clamped
+
+    for is_whole, pages, clamped in engines(2, model, work):
+        assert is_whole
+        assert clamped == writes
+        assert (pages > 0) == writes
+
+
+def _num_present(tensor: Tensor) -> int:
+    """Pages of it that this process has."""
+    first, last = tensor.data_ptr() // mmap.PAGESIZE, (tensor.data_ptr() + tensor.nbytes - 1) // mmap.PAGESIZE
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(8 * first)
+        entries = struct.unpack(f"{last - first + 1}Q", pagemap.read(8 * (last - first + 1)))
+    return sum(entry >> 63 for entry in entries)
 
 
 def test_rank_0_edits_for_all(model: Transformer) -> None:

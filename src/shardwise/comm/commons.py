@@ -37,6 +37,10 @@ class Common(Protocol):
         """Forget what this rank has written to `whole`, and let its pages go."""
         ...
 
+    def relax(self) -> None:
+        """Let pages of `whole` go while nobody reads it, if this rank has written to none. It can be read as before."""
+        ...
+
     def wait_closed(self) -> None:
         """Blocks until `whole` can be read."""
         ...

@@ -172,9 +172,10 @@ class Runner:
         training = self._is_training()
         moment = unit.moments.after_forward
         block = self._script(training=training).take(moment)
-        if training and unit.name in self._kept:
-            return
-        self._run(block, moment, unit, training=training)
+        if not (training and unit.name in self._kept):
+            self._run(block, moment, unit, training=training)
+        for flat in unit.flats:
+            flat.relax()  # of what stays whole until its backward: the loss comes first, when activations are most
 
     # -- events: backward -------------------------------------------------------------------------------
 

@@ -203,6 +203,11 @@ class Flat:
             self.meter.drop("working", self.spec.full_bytes)
             self.state = FullState.ABSENT
 
+    def relax(self) -> None:
+        """The whole buffer is not read for a while. In common memory its pages can go meanwhile, and it stays whole."""
+        if self.common is not None and self.state is FullState.READY:
+            self.common.relax()
+
     def hold(self) -> None:
         """Keep from `full` what the table says is held until the backward. In common memory it is there anyway,
         and counted all the same: a promise does not depend on where ranks run."""

@@ -21,7 +21,7 @@ import torch
 from shardwise.comm.commons import Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
-from shardwise.comm.shm.file import PAGE, SharedFile, bytes_of, forget, whole_pages
+from shardwise.comm.shm.file import PAGE, SharedFile, bytes_of, forget, has_own_pages, whole_pages
 from shardwise.comm.shm.neighbours import Neighbours
 
 Tensor = torch.Tensor
@@ -40,6 +40,10 @@ class SharedPiece:
 
     def renew(self) -> None:
         forget(self._mapped)
+
+    def relax(self) -> None:
+        if not has_own_pages(self._mapped):
+            forget(self._mapped)
 
     def wait_closed(self) -> None:
         self._commons.wait_closed()

@@ -13,12 +13,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 Tensor = torch.Tensor
 PAGE = mmap.PAGESIZE
 _SPARSE_BYTES = 2**40
 """The length of every file. Only pages that were written take memory."""
+_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
 def is_possible() -> bool:
@@ -72,6 +74,22 @@ def give_back(mapped: mmap.mmap) -> None:
     """Free the pages of a mapping for all who have them; the next to look finds zeros."""
     with suppress(OSError):  # then they stay, which costs memory and nothing else
         mapped.madvise(mmap.MADV_REMOVE)
+
+
+def has_own_pages(mapped: mmap.mmap) -> bool:
+    """Whether this process has written to a private mapping, so that some of its pages are no longer the file's.
+
+    See proc_pid_pagemap(5). True as well where the system does not tell.
+    """
+    first = int(np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]) // PAGE
+    num_pages = len(mapped) // PAGE
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * num_pages, 8 * first), np.uint64)
+    except OSError:
+        return True
+    is_there, is_files = (entries & (_PRESENT | _SWAPPED)) != 0, (entries & _OF_FILE) != 0
+    return len(entries) < num_pages or bool((is_there & ~is_files).any())
 
 
 def forget(mapped: mmap.mmap) -> None:
