@@ -32,7 +32,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def main(args: argparse.Namespace, console: Console) -> int:
-    races, num_rounds = (QUICK_RACES, 2) if args.quick else (RACES, 3)
+    races, num_rounds = (QUICK_RACES, args.rounds or 2) if args.quick else (RACES, args.rounds or 3)
     result: dict[str, Any] = header(args.note) | {"benchmark": "growth", "engine": ENGINE}
     result["ranks"] = _by_ranks(races, num_rounds)
     result["units"] = _by_units(num_rounds, 5 if args.quick else 15)

@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = 0.005
 """How long a rank waits for readers before it makes a block: some times what that takes."""
 _NUM_MAPPED = 64
 _KEPT_BYTES = 2**16
-"""What is read of a neighbour stays in this process's pages up to this size: to take it out costs as much."""
+"""A neighbour's blocks up to this size stay mapped from step to step: to take them out costs as much."""
 _log = logging.getLogger("shardwise")
 
 
@@ -113,6 +113,9 @@ class Neighbours:
         """Give back what waits for the next `buffer`, perhaps but for the largest blocks."""
         self._tidy()
         self._arena.rest(keeps_some=keeps_some)
+        for mapped, view in self._mapped.values():
+            if len(view) > _KEPT_BYTES:
+                forget(mapped)  # it is a neighbour's memory, and shall not count as ours
 
     def lies_open(self, tensor: Tensor) -> bool:
         """Whether `tensor` is such memory."""
@@ -158,10 +161,8 @@ class Neighbours:
         """Wait for what `rank` offers under `tag`, and let `use` read it where it lies (uint8, flat)."""
         desk, me = self._desks[rank], self._places[self.rank]
         offer = self.wait_for(rank, lambda: desk.find(tag, me))
-        mapped, view = self._view(rank, offer.offset, offer.block_bytes)
+        view = self._view(rank, offer.offset, offer.block_bytes)
         use(view[offer.start : offer.start + offer.num_bytes])
-        if offer.num_bytes > _KEPT_BYTES:
-            forget(mapped)  # it is the neighbour's memory, and shall not count as ours
         desk.mark(offer.slot, me)
         self._own.tell()
 
@@ -225,7 +226,7 @@ class Neighbours:
     def _has_read(self, lent: _Lent, place: int) -> bool | None:
         return self._own.is_read(lent.slot, [place]) or None
 
-    def _view(self, rank: int, offset: int, num_bytes: int) -> tuple[mmap.mmap, Tensor]:
+    def _view(self, rank: int, offset: int, num_bytes: int) -> Tensor:
         """A neighbour's block, mapped once."""
         key = (rank, offset, num_bytes)
         view = self._mapped.get(key)
@@ -234,7 +235,7 @@ class Neighbours:
             view = self._mapped[key] = mapped, bytes_of(mapped)
             if len(self._mapped) > _NUM_MAPPED:
                 self._mapped.popitem(last=False)
-        return view
+        return view[1]
 
     def _has_ended(self, rank: int) -> bool:
         life = self._lives.get(rank)
