@@ -435,3 +435,8 @@ class Engine:
     def _require_open(self) -> None:
         if not self._is_open:
             raise StateError("This engine was closed; call shard() again to train the model.")
+        if self._works.is_taken_down:
+            raise StateError(
+                "A change of plan failed half-way, and this engine's values are gone with it. Close it, make another "
+                "with shard(), and resume from the last checkpoint."
+            )

@@ -63,6 +63,7 @@ class Works:
         self._num_micro_batches = 0
         self._is_prepared = self._is_scaled = False
         self._is_taken = True
+        self.is_taken_down = False
         self._hooks = ExitStack()
         self._tie(optimizer)
 
@@ -120,14 +121,17 @@ class Works:
         self._hooks.close()
 
     def take_down(self) -> None:
-        """Unhook, give the optimizer its parameters back, and let go of the flat buffers."""
+        """Unhook, give the optimizer its parameters back, and let go of the flat buffers.
+
+        What is left is what an engine whose `reshard` fails half-way is described and closed by.
+        """
         self.unhook()
         if self.optimizer is not None:
             self.optimizer.give_back()
         self.runner.dissolve()
-        hooks = self._hooks
-        self.__dict__.clear()
-        self._hooks = hooks  # all gone: an engine whose `reshard` fails half-way can still be closed
+        for name in self.__dict__.keys() - {"plan", "mesh", "table", "progress", "_hooks"}:
+            del self.__dict__[name]
+        self.is_taken_down = True
 
     # -- what a loop asks for ---------------------------------------------------------------------------
 

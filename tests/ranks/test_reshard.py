@@ -263,7 +263,11 @@ def test_a_change_that_fails_half_way_says_why_and_the_engine_closes(monkeypatch
 
     monkeypatch.setattr(Belongings, "move_into", fails)
     model = start()
-    with pytest.raises(InjectedError), sw.shard(model, "zero3", optimizer=adamw(model)) as engine:
+    engine = sw.shard(model, "zero3", optimizer=adamw(model))
+    with pytest.raises(InjectedError):
         engine.reshard("zero1")
+    assert "zero3" in repr(engine)
+    with pytest.raises(StateError, match="failed half-way"):
+        engine.step()
     engine.close()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

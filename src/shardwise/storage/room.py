@@ -49,6 +49,8 @@ class Room:
         self._dtype = dtype
         self._meter = meter
         self._tensor: Tensor | None = None
+        self._memory: Memory | None = None
+        """What it is of, which knows who may still read it."""
         self._is_taken = False
 
     def take(self, memory: Memory) -> Tensor | None:
@@ -56,11 +58,12 @@ class Room:
         if self._is_taken:
             return None
         self._is_taken = True
-        if self._tensor is None:
+        if self._tensor is None or self._memory is None:
+            self._memory = memory
             self._tensor = memory.buffer(self._numel, self._dtype)
             self._meter.hold("grad", self._tensor.nbytes)
         else:
-            memory.reclaim(self._tensor)
+            self._memory.reclaim(self._tensor)
         return self._tensor
 
     def leave(self) -> None:
