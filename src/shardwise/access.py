@@ -191,7 +191,7 @@ class Access:
 
     def _take_over(self, mover: Mover) -> None:
         flat = mover.flat
-        mover.broadcast_full()
+        mover.broadcast(flat.full)
         if flat.master is None:
             flat.param.copy_(_cut(flat.full, flat.param_span))
             return

@@ -103,6 +103,7 @@ def test_a_plain_loop_scales_by_hand_and_is_told_if_it_forgets() -> None:
         engine.scale(loss).backward()
         engine.clip_grad_norm_(0.5)
         optimizer.step()
+        optimizer.zero_grad()
         return loss
 
     def forgetful(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:

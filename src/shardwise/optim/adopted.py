@@ -7,6 +7,7 @@ group is this rank's piece (perhaps empty) of the parameter that was entry i. `o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class AdoptedOptimizer:
     """Ties an optimizer, vetted before, to the trainable flat buffers of one model.
 
     `before` and `after` are called around every step, whoever asks for it: `engine.step()` or
-    `optimizer.step()`. `forget` is what `zero_grad` means. `company` answers a cooperative optimizer.
+    `optimizer.step()`. `forget(set_to_none)` is what `zero_grad` means. `company` answers a cooperative optimizer.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class AdoptedOptimizer:
         *,
         before: Callable[[], None],
         after: Callable[[], None],
-        forget: Callable[[], None],
+        forget: Callable[[bool], None],
         company: Company,
     ) -> None:
         self.optimizer = optimizer
@@ -50,11 +51,11 @@ class AdoptedOptimizer:
         for param, entry in kept.items():
             self.put_state(by_param[param], entry)
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: before()),
+            optimizer.register_step_pre_hook(partial(_before_step, before)),
             optimizer.register_step_post_hook(lambda *_: after()),
             optimizer.register_load_state_dict_pre_hook(lambda _, state: self._cut_state_dict(state)),
         ]
-        optimizer.zero_grad = lambda set_to_none=True: forget()  # type: ignore[method-assign]  # undone in release  # noqa: ARG005
+        optimizer.zero_grad = lambda set_to_none=True: forget(set_to_none)  # type: ignore[method-assign]  # undone in release
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]  # undone in release
 
     def offer_gradients(self) -> None:
@@ -158,6 +159,21 @@ class AdoptedOptimizer:
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = [originals.get(param, param) for param in group["params"]]
+
+
+def _before_step(
+    before: Callable[[], None], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A closure is called here, before gradients are offered: it is what makes them. The step gets its loss again."""
+    bound = dict(zip(("self", "closure"), args, strict=False)) | kwargs
+    closure = bound.get("closure")
+    if closure is None:
+        before()
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    before()
+    return (optimizer,), {**{key: value for key, value in bound.items() if key != "self"}, "closure": lambda: loss}
 
 
 def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:

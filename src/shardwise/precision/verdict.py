@@ -60,11 +60,16 @@ class Verdict:
         return vector
 
 
-def clip(flats: Sequence[Flat], norm: float, max_norm: float) -> None:
-    """Scale the gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+def clip(flats: Sequence[Flat], norm: float, max_norm: float) -> bool:
+    """Scale the gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Returns whether that changed them.
+    """
     factor = max_norm / (norm + 1e-6)
     if factor < 1 or math.isnan(factor):
         scale_gradients(flats, factor)
+        return True
+    return False
 
 
 def scale_gradients(flats: Sequence[Flat], factor: float) -> None:

@@ -169,6 +169,9 @@ class _Stage:
             flat.drop_gradients()
         self._mark(Moment("after", "backward", unit.name))
 
+    def await_graph(self, unit: Unit) -> None:
+        """A rehearsal makes no graph in its backward."""
+
     def end_of_backward(self) -> None:
         for unit in self._twin.units:
             if any(any(flat.touched) for flat in unit.flats):  # some of its parameters got no gradient

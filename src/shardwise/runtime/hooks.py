@@ -42,6 +42,7 @@ class Listener(Protocol):
     def after_forward(self, unit: Unit, *, opaque: bool) -> None: ...
     def before_backward(self, unit: Unit) -> None: ...
     def after_backward(self, unit: Unit) -> None: ...
+    def await_graph(self, unit: Unit) -> None: ...
     def end_of_backward(self) -> None: ...
 
 
@@ -90,6 +91,8 @@ class Hooks:
             self._after(unit, use, output, open_backward)
 
         def open_backward(_: object) -> None:
+            if torch.is_grad_enabled():  # backward(create_graph=True); a forward that is recomputed does not come here
+                self._listener.await_graph(unit)
             self._open_backward(unit)
 
         use.depth += num_running
@@ -119,12 +122,17 @@ class Hooks:
     # -- forward ----------------------------------------------------------------------------------------
 
     def _enter_root(self, _: nn.Module, args: object) -> None:  # noqa: ARG002
-        if not _in_backward():
+        if not in_backward():
             self._listener.enter_root()
 
     def _leave_root(self, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
-        if not _in_backward():
+        if not in_backward():
             self._listener.leave_root(raised=_is_unwinding(output))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some unit is computing its forward."""
+        return any(use.depth for use in self._uses.values())
 
     @property
     def is_cut_short(self) -> bool:
@@ -132,7 +140,7 @@ class Hooks:
         return self._awaits_end
 
     def _before(self, unit: Unit, use: _Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _in_backward():
+        if in_backward():
             self._open_backward(unit)
             return
         use.depth += 1
@@ -143,7 +151,7 @@ class Hooks:
             self._watch_inputs(unit, use, (args, kwargs))
 
     def _after(self, unit: Unit, use: _Use, output: object, open_backward: Prehook) -> None:
-        if _in_backward():
+        if in_backward():
             _watch_outputs(output, open_backward)
             return
         use.depth -= 1
@@ -172,9 +180,17 @@ class Hooks:
         for index, param in enumerate(flat.params):
 
             def arrived(param: Tensor, index: int = index) -> None:
-                grad = param.grad
+                with torch._C.DisableTorchFunctionSubclass():
+                    grad = param.grad
+                    param.grad = None
                 if grad is None:
                     return
+                if grad.requires_grad:
+                    raise ModelError(
+                        f"backward(create_graph=True) would leave a gradient of {flat.slots[index].name} that is part "
+                        f"of a graph, but gradients are summed over ranks outside of it. Use torch.autograd.grad(..., "
+                        f"create_graph=True) for what is differentiated again, and a plain backward() for the rest."
+                    )
                 if grad.is_sparse:
                     raise ModelError(
                         f"The gradient of {flat.slots[index].name} is sparse; build the embedding with sparse=False."
@@ -182,7 +198,6 @@ class Hooks:
                 if not self._awaits_end:
                     self._await_end()
                 flat.arrive(index, grad)
-                param.grad = None
                 if flat.complete():
                     self._close_backward(unit)
 
@@ -228,7 +243,7 @@ class Hooks:
             use.forget_inputs()
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether autograd is calling us: a forward is being recomputed."""
     return _graph_task_id() != -1
 
