@@ -173,6 +173,30 @@ def test_lengths_that_differ() -> None:
     assert "of 24 elements" in str(error)
 
 
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("odd", [(), ("gathered 0.weight", "gathered 1.weight"), ("gathered 1.weight",)])
+def test_what_only_one_rank_has_marked(odd: tuple[str, ...], shares_memory: bool) -> None:
+    """It has sent nothing; the next collective, along any line, tells."""
+
+    def rank(world: sw.World) -> FaultError:
+        total = torch.ones(6)
+        collectives = world.collectives(total.device)
+        collectives.journal.mark("the same everywhere")
+        collectives.all_reduce(total, total, world.everybody, total.dtype).wait()
+        assert total[0] == 2
+        for what in odd if world.rank else ("gathered 0.weight",):
+            collectives.journal.mark(what)
+        with pytest.raises(FaultError) as raised:
+            collectives.all_reduce(total, total, world.everybody, total.dtype).wait()
+        return raised.value
+
+    errors = run_ranks(2, rank, patience_seconds=0.3, shares_memory=shares_memory)
+    assert len({str(error) for error in errors}) == 1
+    assert (errors[0].kind, errors[0].ranks) == ("contradiction", (0, 1))
+    assert "rank 0 has exchange() there, after gathered 0.weight, and" in str(errors[0])
+    assert f"rank 1 has exchange() there, after {', '.join(odd) or 'nothing else'}, and" in str(errors[0])
+
+
 @pytest.mark.parametrize("point", ["forward", "backward", "step"])
 def test_a_rank_that_raises(point: str) -> None:
     """It raises its own error; the others raise the letter, which has its words."""

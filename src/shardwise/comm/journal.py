@@ -8,6 +8,10 @@ contradicts the others from one that is merely late.
 
 What a collective is called in the text of errors (moment and action) is not part of the tag: a rank that left the
 recorded order, and gathers just in time what others gather ahead, still sends the same messages.
+
+What sends nothing by itself, but has to be the same on all ranks, can be marked (`Journal.mark`). A mark goes into the
+tags of all that this rank enters afterwards, along any line, so that the next collective tells a rank that has not
+done the same.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ from shardwise.errors import CommError
 from shardwise.program import Action, Moment
 
 NUM_REMEMBERED = 32
+_NUM_MARKS = 4
+"""So many of the marks between two collectives are told."""
 _TAGS = 2**31 - 1  # gloo's are not negative, and have 32 bits
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
@@ -42,19 +48,19 @@ _COLLECTIVES = tuple(f"comm/{name}.py" for name in ("pairwise", "nccl", "small",
 _EXCHANGE = "World.exchange"  # which many call, for different ends
 _LOOKING = threading.Lock()
 _LineKey = tuple[str, int, int, int]
-# One is made for every collective: number, tag, action, what it is called without one, length, backwards.
-_Record = tuple[int, int, Action | None, str, int, int]
+# One is made for every collective: number, tag, action, what it is called without one, length, backwards, marks.
+_Record = tuple[int, int, Action | None, str, int, int, tuple[str, ...]]
 
 
 class Line:
     """What this rank has entered along one line of ranks."""
 
-    __slots__ = ("axis", "count", "ranks", "recent", "tag")
+    __slots__ = ("axis", "count", "num_marks", "ranks", "recent", "tag")
 
     def __init__(self, axis: str, ranks: tuple[int, ...]) -> None:
         self.axis = axis
         self.ranks = ranks
-        self.count = 0
+        self.count = self.num_marks = 0
         self.tag = zlib.crc32(f"{axis} {ranks}".encode()) & _TAGS
         self.recent: deque[_Record] = deque(maxlen=NUM_REMEMBERED)
 
@@ -97,6 +103,8 @@ class Journal:
         self._thread_id = threading.get_ident()
         self._lines: dict[_LineKey, Line] = {}
         self._codes: dict[tuple[str, str, torch.dtype], int] = {}
+        self._marks: deque[str] = deque(maxlen=_NUM_MARKS)
+        self._num_marks = self._marked = 0
 
     # -- what the computing thread calls ----------------------------------------------------------------
 
@@ -118,10 +126,25 @@ class Journal:
         if code is None:
             code = self._codes[verb, subject, dtype] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
         number = line.count + 1
-        tag = (line.tag * 1_000_003 + code + numel + self.num_backwards * 7_919) & _TAGS
-        line.recent.append((number, tag, action, call, numel, self.num_backwards))
+        tag = (line.tag * 1_000_003 + code + numel + self.num_backwards * 7_919 + self._marked) & _TAGS
+        marks = self._marks_since(line) if line.num_marks != self._num_marks else ()
+        line.recent.append((number, tag, action, call, numel, self.num_backwards, marks))
         line.tag, line.count = tag, number
         return Entry(line, number, tag)
+
+    def mark(self, what: str) -> None:
+        """Put `what` (a few words, as they stand in errors) into this rank's history. Nothing is sent.
+
+        From now on collectives of ranks that have marked different things, or in another order, contradict each other.
+        """
+        self._marked = zlib.crc32(what.encode(), self._marked)
+        self._marks.append(what)
+        self._num_marks += 1
+
+    def _marks_since(self, line: Line) -> tuple[str, ...]:
+        """What was marked since the last collective of `line`, as far as it is remembered."""
+        num_new, line.num_marks = self._num_marks - line.num_marks, self._num_marks
+        return tuple(self._marks)[-num_new:]
 
     def note(self, error: BaseException | None) -> None:
         """A forward raised. Whoever catches that goes on; if the other ranks did not, this is what they must know."""
@@ -204,8 +227,8 @@ def _track(line: Line) -> Track:
     return Track(
         line.count,
         tuple(
-            Entered(number, tag, f"'{action}'" if action is not None else call, numel, num_backwards)
-            for number, tag, action, call, numel, num_backwards in records
+            Entered(number, tag, f"'{action}'" if action is not None else call, numel, num_backwards, ", ".join(marks))
+            for number, tag, action, call, numel, num_backwards, marks in records
         ),
     )
 

@@ -149,8 +149,11 @@ def contradiction(statuses: Sequence[Status], line: str) -> Letter | None:
 
 def _differences(there: dict[int, Entered]) -> dict[int, str]:
     """What each rank has entered; where that reads alike, what else tells them apart."""
-    if len({entered.text for entered in there.values()}) > 1:
-        told = dict.fromkeys(there, "there")
+    told = dict.fromkeys(there, "there")
+    if len({entered.marks for entered in there.values()}) > 1:
+        told = {rank: f"there, after {entered.marks or 'nothing else'}" for rank, entered in there.items()}
+    elif len({entered.text for entered in there.values()}) > 1:
+        pass
     elif len({entered.numel for entered in there.values()}) > 1:
         told = {rank: f"there, of {entered.numel} elements" for rank, entered in there.items()}
     else:

@@ -18,6 +18,8 @@ class Entered(NamedTuple):
     numel: int = 0
     num_backwards: int = 0
     """Since the last optimizer step."""
+    marks: str = ""
+    """What was marked between the collective before and this one."""
 
 
 @dataclass(frozen=True)
