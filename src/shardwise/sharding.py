@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.birth import FirstValues, Wishes, check_same_everywhere
+from shardwise.birth import FirstValues, Wishes, check_same_everywhere, check_same_settings
 from shardwise.comm import Commons, World
-from shardwise.config import Plan
+from shardwise.config import Plan, flatten
 from shardwise.mesh import Mesh
-from shardwise.optim import vet
+from shardwise.optim import hyperparameters, vet
 from shardwise.placement import Table, mesh_for, table_for
 from shardwise.program import Update
 from shardwise.storage import Row, Unit, UnitChoice, choose_units, make_unit, rows_for, share
@@ -66,6 +66,12 @@ def design(model: nn.Module, plan: Plan, world_size: int) -> Design:
     return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows_for(model, plan, mesh))
 
 
+def settings_of(plan: Plan) -> dict[str, object]:
+    """Key by key (`"wire.grad"`) what has to be the same on all ranks."""
+    values = plan.model_dump(mode="json", exclude={"patience_seconds"})
+    return {".".join(path): value for path, value in flatten(values).items() if not isinstance(value, dict) or not value}
+
+
 def lay(
     model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer | None, world: World, wishes: Wishes
 ) -> Sharding:
@@ -73,6 +79,8 @@ def lay(
 
     Raises `ConfigError` or `ModelError` before anything is changed.
     """
+    check_same_settings(settings_of(plan), "plan", world)
+    check_same_settings(hyperparameters(optimizer) if optimizer is not None else {}, "optimizer", world)
     table_for(plan, mesh_for(plan, world.size))  # of a plan that does not fit the world one should hear first
     updates = vet(optimizer, model) if optimizer is not None else {}
     check_same_everywhere(model, world)

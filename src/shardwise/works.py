@@ -18,7 +18,7 @@ from shardwise.access import Access
 from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.errors import StateError
-from shardwise.optim import AdoptedOptimizer, Company
+from shardwise.optim import AdoptedOptimizer, Company, hyper_digest
 from shardwise.precision import LossScaler, Verdict, cast_floating, clip, norm_of, scale_gradients
 from shardwise.runtime import BufferSync, Executor, Runner
 from shardwise.sharding import Sharding
@@ -204,6 +204,7 @@ class Works:
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------
 
     def _before_step(self) -> None:
+        self.world.journal.mark(hyper_digest(self.require_optimizer().optimizer))  # what the verdict will compare
         norm = self.prepare_gradients()
         if not self._is_taken:
             return  # without gradients an optimizer changes nothing
