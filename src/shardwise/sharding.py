@@ -69,7 +69,9 @@ def design(model: nn.Module, plan: Plan, world_size: int) -> Design:
 def settings_of(plan: Plan) -> dict[str, object]:
     """Key by key (`"wire.grad"`) what has to be the same on all ranks."""
     values = plan.model_dump(mode="json", exclude={"patience_seconds"})
-    return {".".join(path): value for path, value in flatten(values).items() if not isinstance(value, dict) or not value}
+    return {
+        ".".join(path): value for path, value in flatten(values).items() if not value or not isinstance(value, dict)
+    }
 
 
 def lay(
