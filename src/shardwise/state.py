@@ -94,8 +94,8 @@ def reshard(works: Works, plan: Plan) -> Works:
     Refuses with `ConfigError` or `StateError`, before anything is changed.
     """
     model, world, progress = works.model, works.world, works.progress
-    check_same_settings(settings_of(plan), "plan", world)
-    designed = design(model, plan, world.size)
+    check_same_settings(settings_of(plan, world), "plan", world)
+    designed = design(model, plan, world)
     if world.any_rank(any(any(flat.touched) for flat in works.flats)):
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
     optimizer = works.optimizer.optimizer if works.optimizer is not None else None

@@ -144,3 +144,18 @@ def test_a_digest_knows_every_group_and_setting() -> None:
     assert hyper_digest(optimizer) == before
     optimizer.param_groups[1]["lr"] = torch.tensor(0.2, dtype=torch.float64)
     assert hyper_digest(optimizer) == before
+
+
+def test_hosts_of_different_size_are_told_where_the_mesh_follows_from_them() -> None:
+    def rank(world: sw.World) -> str:
+        world.local_size = 2 - world.rank
+        with pytest.raises(ConfigError) as raised:
+            sw.shard(nn.Linear(4, 4), "hsdp", world=world)
+        return str(raised.value)
+
+    said = run_ranks(2, rank)
+    assert "LOCAL_WORLD_SIZE is 2 on rank 0 and 1 on rank 1" in said[0]
+    assert (
+        run_ranks(4, lambda world: str(sw.shard(nn.Linear(4, 4), "hpz", world=world).mesh), local_size=2)
+        == ["node=2 x local=2"] * 4
+    )

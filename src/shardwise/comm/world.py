@@ -50,13 +50,17 @@ class World:
         timeout_seconds: float = TIMEOUT_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
         shares_memory: bool = False,
+        local_size: int | None = None,
     ) -> None:
         """`board` is where ranks tell each other how they fare; without one a fault is told by the transport alone.
 
         With `shares_memory`, the same on all ranks, those of one host meet in memory that they share, if they can.
+        `local_size` is how many ranks this one's host has: all of them, if it is not given.
         """
         self.rank = rank
         self.size = size
+        self.local_size = size if local_size is None else local_size
+        """Ranks of this host; 0 if the environment does not say. The inner axis of `hsdp` and `hpz` without a mesh."""
         self.device = torch.device("cpu") if device is None else device
         """Where models that have no memory yet are put: this rank's GPU, where NCCL can be used, else the CPU."""
         self.journal = Journal(rank)
@@ -118,6 +122,7 @@ class World:
             timeout_seconds=timeout_seconds,
             patience_seconds=patience_seconds,
             shares_memory=env.get("SHARDWISE_SHARED_MEMORY", "1") != "0" if shares_memory is None else shares_memory,
+            local_size=_number(env, "LOCAL_WORLD_SIZE", 0),
         )
         world._process_groups = [None if owns else gloo]
         if _has_gpu(env):
@@ -214,16 +219,19 @@ class _Nobody:
 
 
 def _place(env: Mapping[str, str]) -> tuple[int, int]:
-    try:
-        rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
-    except ValueError as error:
-        raise ConfigError(
-            f"RANK={env.get('RANK')!r} and WORLD_SIZE={env.get('WORLD_SIZE')!r} are not both numbers. "
-            f"Start the ranks with `shardwise launch`, which sets them."
-        ) from error
+    rank, size = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
     if not 0 <= rank < size:
         raise ConfigError(f"RANK={rank} is not within WORLD_SIZE={size}; ranks count from 0.")
     return rank, size
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(env.get(name, default))
+    except ValueError as error:
+        raise ConfigError(
+            f"{name}={env[name]!r} is not a number. Start the ranks with `shardwise launch`, which sets it."
+        ) from error
 
 
 def _open_process_group(rank: int, size: int, env: Mapping[str, str], timeout_seconds: float) -> dist.ProcessGroup:
@@ -232,7 +240,7 @@ def _open_process_group(rank: int, size: int, env: Mapping[str, str], timeout_se
     Keys carry the attempt: after a restart nobody reads what a dead generation wrote.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    host, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "29500"))
+    host, port = env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", 29500)
     launcher_owns_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
@@ -262,12 +270,12 @@ def _open_process_group(rank: int, size: int, env: Mapping[str, str], timeout_se
 
 def _has_gpu(env: Mapping[str, str]) -> bool:
     """Each rank needs a GPU of its own; NCCL refuses two ranks on one."""
-    local_size = int(env.get("LOCAL_WORLD_SIZE", "1"))
+    local_size = _number(env, "LOCAL_WORLD_SIZE", 1)
     return torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_size
 
 
 def _gpu(env: Mapping[str, str]) -> torch.device:
-    return torch.device("cuda", int(env.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", _number(env, "LOCAL_RANK", 0))
 
 
 def _world_group() -> dist.ProcessGroup:
