@@ -32,12 +32,13 @@ import torch
 
 from shardwise.comm.group import Group
 from shardwise.comm.letter import Letter
-from shardwise.comm.status import Entered, Status, Track
+from shardwise.comm.status import Entered, PassPath, Status, Track
 from shardwise.comm.work import LinkError, Work
-from shardwise.errors import CommError
+from shardwise.errors import CommError, FaultError, StateError
 from shardwise.program import Action, Moment
 
 NUM_REMEMBERED = 32
+_NUM_MOMENTS = 64
 _NUM_MARKS = 4
 """So many of the marks between two collectives are told."""
 _TAGS = 2**31 - 1  # gloo's are not negative, and have 32 bits
@@ -45,6 +46,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
 _COLLECTIVES = tuple(f"comm/{name}.py" for name in ("pairwise", "nccl", "small", "shm/collectives", "shm/commons"))
+_CLOSED = "closed"
 _EXCHANGE = "World.exchange"  # which many call, for different ends
 _LOOKING = threading.Lock()
 _LineKey = tuple[str, int, int, int]
@@ -103,15 +105,20 @@ class Journal:
         self._thread_id = threading.get_ident()
         self._lines: dict[_LineKey, Line] = {}
         self._codes: dict[tuple[str, str, torch.dtype], int] = {}
+        self._trace: list[Moment] = []
+        self._num_passes = 0
         self._marks: deque[str] = deque(maxlen=_NUM_MARKS)
         self._num_marks = self._marked = 0
 
     # -- what the computing thread calls ----------------------------------------------------------------
 
     def enter(self, verb: str, group: Group, numel: int, dtype: torch.dtype) -> Entry:
-        """Note that this rank starts a collective, and give it its tag. Raises `FaultError` after a fault."""
+        """Note that this rank starts a collective, and give it its tag.
+
+        Raises `FaultError` after a fault, and `StateError` once this rank's world is closed.
+        """
         if self.letter is not None:
-            raise self.letter.error()
+            raise self._refusal(self.letter)
         ranks = group.ranks
         key = (group.axis, ranks[0], ranks[-1], len(ranks))
         line = self._lines.get(key)
@@ -150,9 +157,27 @@ class Journal:
         """A forward raised. Whoever catches that goes on; if the other ranks did not, this is what they must know."""
         self.error = in_words(error) if error is not None else ""
 
+    def close(self) -> None:
+        """Nothing more may be sent: whoever tries is refused. After a fault it stays the reason."""
+        if self.letter is None:
+            self.letter = Letter(_CLOSED, (self.rank,), "")
+
+    def _refusal(self, letter: Letter) -> FaultError | StateError:
+        if letter.kind != _CLOSED:
+            return letter.error()
+        return StateError(
+            f"The world of rank {self.rank} was closed, so nothing more can be sent to the other ranks. Call "
+            f"world.close() after the last step, or leave its `with` then."
+        )
+
+    def begin_pass(self, trace: list[Moment]) -> None:
+        """A pass over the model begins; its moments will be appended to `trace`."""
+        self._trace = trace
+        self._num_passes += 1
+
     def failure(self, error: LinkError) -> CommError:
         """The error to raise for a link that broke: the letter, if there is or soon will be one."""
-        if self.letter is not None:
+        if self.letter is not None and self.letter.kind != _CLOSED:
             return self.letter.error()
         return self.explain(error) if self.explain is not None else CommError(str(error))
 
@@ -192,7 +217,14 @@ class Journal:
             error=self.error,
             awaited=(entry.line.name, entry.number, entry.line.ranks) if entry is not None else None,
             tracks={line.name: _track(line) for line in tuple(self._lines.values())},
+            path=self._path(),
         )
+
+    def _path(self) -> PassPath:
+        trace = self._trace
+        start = max(0, len(trace) - _NUM_MOMENTS)
+        moments = tuple((str(moment), moment.unit) for moment in trace[start : start + _NUM_MOMENTS])
+        return PassPath(self._num_passes, start, moments)
 
 
 def in_words(error: BaseException) -> str:

@@ -177,11 +177,13 @@ class World:
     def close(self, error: BaseException | None = None) -> None:
         """Leave. Nothing may be on its way, unless `error` is why: then the other ranks raise too, and name it.
 
-        May be called twice.
+        What would be sent afterwards is refused with `StateError`. May be called twice.
         """
         watch, self._watch = self._watch, None  # they know each other: no collector should be needed to part them
         if watch is not None:
             watch.close(error)
+        if self.size > 1:
+            self.journal.close()
         self._host.close()
         if self._nccl is not None:
             self._nccl.close()
