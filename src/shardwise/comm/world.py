@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-import socket
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardwise.comm import compat
 from shardwise.comm.board import Board, StoreBoard
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.gloo import GlooTransport
 from shardwise.comm.group import Group
+from shardwise.comm.joining import gpu_of, number_in, open_process_group, place_of
 from shardwise.comm.journal import Journal
 from shardwise.comm.nccl import Nccl
 from shardwise.comm.pairwise import Pairwise, Transport
@@ -23,13 +21,12 @@ from shardwise.comm.shm import Neighbours, Shared
 from shardwise.comm.sockets import opened_inside
 from shardwise.comm.watch import Watch
 from shardwise.comm.work import Done, Work
-from shardwise.errors import CommError, ConfigError
+from shardwise.errors import CommError
 from shardwise.mesh import Mesh
 
 EVERYBODY = "world"
 TIMEOUT_SECONDS = 600
 PATIENCE_SECONDS = 10
-_LATER_SECONDS = 10
 
 
 class World:
@@ -107,26 +104,27 @@ class World:
         env = os.environ if environment is None else environment
         owns = not dist.is_initialized()
         if owns:
-            rank, size = _place(env)
+            rank, size = place_of(env)
             if size == 1 and "MASTER_ADDR" not in env:
-                return cls(0, 1, _Nobody(), device=_gpu(env) if _has_gpu(env) else None)
+                return cls(0, 1, _Nobody(), device=gpu_of(env))
         with opened_inside() as sockets:
-            # gloo's own timeout closes connections and names nobody: the watch is to be there before it
-            gloo = _open_process_group(rank, size, env, timeout_seconds + _LATER_SECONDS) if owns else _beside()
+            if owns:
+                open_process_group(rank, size, env, timeout_seconds, patience_seconds)
+            gloo = _world_group() if owns else _beside()
         world = cls(
             dist.get_rank(),
             dist.get_world_size(),
             GlooTransport(gloo, sockets),
-            device=_gpu(env) if _has_gpu(env) else None,
+            device=gpu_of(env),
             board=_board(dist.get_world_size()),
             timeout_seconds=timeout_seconds,
             patience_seconds=patience_seconds,
             shares_memory=env.get("SHARDWISE_SHARED_MEMORY", "1") != "0" if shares_memory is None else shares_memory,
-            local_size=_number(env, "LOCAL_WORLD_SIZE", 0),
+            local_size=number_in(env, "LOCAL_WORLD_SIZE", 0),
         )
         world._process_groups = [None if owns else gloo]
-        if _has_gpu(env):
-            world._nccl = Nccl(_world_group(), _gpu(env), world.journal)
+        if (gpu := gpu_of(env)) is not None:
+            world._nccl = Nccl(_world_group(), gpu, world.journal)
         return world
 
     def be_patient(self, seconds: float) -> None:
@@ -218,66 +216,6 @@ class _Nobody:
 
     def close(self) -> None:
         return
-
-
-def _place(env: Mapping[str, str]) -> tuple[int, int]:
-    rank, size = _number(env, "RANK", 0), _number(env, "WORLD_SIZE", 1)
-    if not 0 <= rank < size:
-        raise ConfigError(f"RANK={rank} is not within WORLD_SIZE={size}; ranks count from 0.")
-    return rank, size
-
-
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    try:
-        return int(env.get(name, default))
-    except ValueError as error:
-        raise ConfigError(
-            f"{name}={env[name]!r} is not a number. Start the ranks with `shardwise launch`, which sets it."
-        ) from error
-
-
-def _open_process_group(rank: int, size: int, env: Mapping[str, str], timeout_seconds: float) -> dist.ProcessGroup:
-    """gloo for what lies on the host, and NCCL beside it where there are GPUs.
-
-    Keys carry the attempt: after a restart nobody reads what a dead generation wrote.
-    """
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    host, port = env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", 29500)
-    launcher_owns_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
-        store = TCPStore(
-            host,
-            port,
-            size,
-            is_master=rank == 0 and not launcher_owns_store,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if _has_gpu(env) else "gloo",
-            store=PrefixStore(f"shardwise/attempt-{attempt}", store),
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=_gpu(env) if _has_gpu(env) else None,
-        )
-    except (RuntimeError, socket.gaierror) as error:
-        raise CommError(
-            f"Rank {rank} of {size} could not meet the others at {host}:{port}: {error}. Is the address right, "
-            f"is the port free on rank 0's machine, and have all {size} ranks been started?"
-        ) from error
-    return _world_group()
-
-
-def _has_gpu(env: Mapping[str, str]) -> bool:
-    """Each rank needs a GPU of its own; NCCL refuses two ranks on one."""
-    local_size = _number(env, "LOCAL_WORLD_SIZE", 1)
-    return torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_size
-
-
-def _gpu(env: Mapping[str, str]) -> torch.device:
-    return torch.device("cuda", _number(env, "LOCAL_RANK", 0))
 
 
 def _world_group() -> dist.ProcessGroup:
