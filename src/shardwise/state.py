@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.birth import check_same_settings
 from shardwise.checkpoint import (
     Belongings,
     Content,
@@ -21,8 +22,8 @@ from shardwise.checkpoint import (
     rng,
 )
 from shardwise.config import Plan
-from shardwise.errors import ConfigError, StateError
-from shardwise.sharding import design
+from shardwise.errors import StateError
+from shardwise.sharding import design, settings_of
 from shardwise.works import Works, scaler_for
 
 
@@ -46,6 +47,7 @@ class State:
     ) -> Path:
         """See `Engine.save`."""
         progress = works.progress
+        check_same_settings({"step": progress.num_steps if step is None else step}, "save() step", works.world)
         kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
         if progress.scaler is not None:
             kept["loss_scale"] = progress.scaler.state_dict()
@@ -92,9 +94,8 @@ def reshard(works: Works, plan: Plan) -> Works:
     Refuses with `ConfigError` or `StateError`, before anything is changed.
     """
     model, world, progress = works.model, works.world, works.progress
-    designed = design(model, plan, world.size)
-    if len(set(world.exchange(plan.model_dump_json().encode()))) > 1:
-        raise ConfigError("The ranks gave reshard() different plans; give all of them the same.")
+    check_same_settings(settings_of(plan, world), "plan", world)
+    designed = design(model, plan, world)
     if world.any_rank(any(any(flat.touched) for flat in works.flats)):
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
     optimizer = works.optimizer.optimizer if works.optimizer is not None else None

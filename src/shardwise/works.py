@@ -19,7 +19,7 @@ from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
-from shardwise.optim import AdoptedOptimizer, Company
+from shardwise.optim import AdoptedOptimizer, Company, hyper_digest
 from shardwise.precision import LossScaler, Verdict, cast_floating
 from shardwise.runtime import BufferSync, Executor, Runner
 from shardwise.sharding import Sharding
@@ -173,6 +173,7 @@ class Works:
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------
 
     def _before_step(self) -> None:
+        self.world.journal.mark(hyper_digest(self.require_optimizer().optimizer))  # the next collective will compare
         self.progress.gradient_norm = self.gradients.norm_before_clipping()
         if not self.gradients.is_taken:
             return  # without gradients an optimizer changes nothing

@@ -141,7 +141,7 @@ def test_sparse_gradients() -> None:
 
 
 def test_an_environment_that_makes_no_sense() -> None:
-    with pytest.raises(ConfigError, match="not both numbers"):
+    with pytest.raises(ConfigError, match="is not a number"):
         sw.World.join(environment={"RANK": "x", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match="RANK=2 is not within WORLD_SIZE=2"):
         sw.World.join(environment={"RANK": "2", "WORLD_SIZE": "2"})

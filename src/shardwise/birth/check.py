@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from shardwise.comm import World
-from shardwise.errors import ModelError
+from shardwise.errors import ConfigError, ModelError
+
+_MOST_SHOWN = 4
 
 
 def check_model(model: nn.Module) -> torch.device:
@@ -46,6 +49,26 @@ def check_same_everywhere(model: nn.Module, world: World) -> None:
     theirs = [json.loads(message) for message in world.exchange(json.dumps(mine).encode())]
     odd = next(rank for rank, other in enumerate(theirs) if other != theirs[0])
     raise ModelError(f"The ranks built different models: {_first_difference(theirs[0], theirs[odd], odd)}")
+
+
+def check_same_settings(settings: Mapping[str, object], kind: str, world: World) -> None:
+    """Raise `ConfigError` on every rank, naming what differs, unless all have the same `settings`. All ranks call.
+
+    `kind` is whose settings they are, such as "plan"; values are anything that JSON can hold.
+    """
+    messages = world.exchange(json.dumps(settings, default=repr).encode())
+    odd = next((rank for rank, message in enumerate(messages) if message != messages[0]), None)
+    if odd is None:
+        return
+    told = [json.loads(message) for message in messages]
+    keys = dict.fromkeys([*told[0], *told[odd]])
+    differing = [key for key in keys if told[0].get(key) != told[odd].get(key)]
+    shown = "; ".join(
+        f"{key} is {told[0].get(key)!r} on rank 0 and {told[odd].get(key)!r} on rank {odd}"
+        for key in differing[:_MOST_SHOWN]
+    )
+    more = f"; and {len(differing) - _MOST_SHOWN} more" if len(differing) > _MOST_SHOWN else ""
+    raise ConfigError(f"The ranks were given different {kind}s: {shown}{more}. Give all ranks the same {kind}.")
 
 
 def _first_difference(zero: list[list[object]], other: list[list[object]], rank: int) -> str:

@@ -4,6 +4,7 @@ from shardwise.optim.adam import AdamW
 from shardwise.optim.adopted import AdoptedOptimizer
 from shardwise.optim.company import Company
 from shardwise.optim.cooperative import Cooperative, Peers
+from shardwise.optim.hyper import hyper_digest, hyperparameters
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon, hidden_matrices
@@ -21,5 +22,7 @@ __all__ = [
     "Peers",
     "Piece",
     "hidden_matrices",
+    "hyper_digest",
+    "hyperparameters",
     "vet",
 ]

@@ -74,7 +74,8 @@ def rehearse(
                 raise letter(error, model) from error
             if not stage.is_wiser:
                 break
-    return Activations(tuple(stage.marks), PROCESS_BYTES if device.type == "cpu" else 0)
+    on_cpu = device.type == "cpu"
+    return Activations(tuple(stage.marks), PROCESS_BYTES if on_cpu else 0, on_cpu)
 
 
 def loss_in(output: Any) -> torch.Tensor:

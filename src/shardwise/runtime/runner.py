@@ -80,9 +80,9 @@ class Runner:
         self._step = self._bound_step()
         self.reduces = True
         """Whether the passes that begin from here on reduce their gradients; not inside `no_sync`."""
-        self._trainings = {True: Script(), False: Script()}
+        self._trainings = {reduces: Script(executor.journal) for reduces in (True, False)}
         self._pass_reduces = True
-        self._evaluation = Script()
+        self._evaluation = Script(executor.journal)
         self._in_pass = False
         self._in_evaluation = False
         self._is_training_root: bool | None = None
