@@ -73,8 +73,9 @@ class Works:
         collectives.prepare(self.mesh)
         groups = {axis: self.world.group(self.mesh, axis) for axis in self.mesh.axes}
         company = Company(self.flats, collectives, self.mesh, self.world.rank, self._during_step)
-        self._verdict = Verdict(self.flats, collectives, groups)
         self._buffers = BufferSync(self.model, self.world)
+        shares_buffers = self.plan.sync_buffers and self.world.size > 1
+        self._verdict = Verdict(self.flats, collectives, groups, self._buffers.has_news if shares_buffers else None)
         executor = Executor(self.flats, collectives, groups)
         executor.provide("verdict", lambda action: self._verdict.sum_over(action.over))
         executor.provide("buffers", lambda _: self._buffers.share())
@@ -224,7 +225,7 @@ class Works:
             self._is_taken = True
             self.zero_grad()
             return
-        if self.plan.sync_buffers and not self._buffers.is_learnt and self.world.size > 1:
+        if self._verdict.is_news:
             self.runner.foresee_buffers(self._buffers.learn())
         self.runner.after_step()
         self._is_prepared = self._is_scaled = False
