@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.access import with_extra_state
 from shardwise.birth import check_same_settings
 from shardwise.checkpoint import (
     Belongings,
@@ -17,6 +18,7 @@ from shardwise.checkpoint import (
     Saver,
     Stateful,
     content_of,
+    encode,
     find,
     load,
     rng,
@@ -51,6 +53,11 @@ class State:
         kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
         if progress.scaler is not None:
             kept["loss_scale"] = progress.scaler.state_dict()
+        extra = {name: module.get_extra_state() for name, module in with_extra_state(works.model)}
+        if extra:
+            for name, value in extra.items():
+                encode(value, name)  # refused by the module's name, if it has to be
+            kept["extra_state"] = extra
         request = Request(
             folder,
             progress.num_steps if step is None else step,
@@ -79,6 +86,10 @@ class State:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         works.zero_grad()
         works.runner.restore_params()
+        extra = loaded.state.get("extra_state", {})
+        for name, module in with_extra_state(works.model):
+            if name in extra:
+                module.set_extra_state(extra[name])
         return replace(loaded, state=loaded.state["user"])
 
 

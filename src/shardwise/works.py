@@ -73,10 +73,11 @@ class Works:
         collectives.prepare(self.mesh)
         groups = {axis: self.world.group(self.mesh, axis) for axis in self.mesh.axes}
         company = Company(self.flats, collectives, self.mesh, self.world.rank, self._during_step)
-        verdict = Verdict(self.flats, collectives, groups)
         self._buffers = BufferSync(self.model, self.world)
+        shares_buffers = self.plan.sync_buffers and self.world.size > 1
+        self._verdict = Verdict(self.flats, collectives, groups, self._buffers.has_news if shares_buffers else None)
         executor = Executor(self.flats, collectives, groups)
-        executor.provide("verdict", lambda action: verdict.sum_over(action.over))
+        executor.provide("verdict", lambda action: self._verdict.sum_over(action.over))
         executor.provide("buffers", lambda _: self._buffers.share())
         executor.provide("norms", company.add_norms)
         executor.provide("update", company.hand_over)
@@ -91,7 +92,7 @@ class Works:
             compile_backend=self.plan.compile,
         )
         self.gradients = Gradients(
-            self.flats, executor.movers, self.runner, verdict, self.world.exchange, lambda: self.progress.scaler
+            self.flats, executor.movers, self.runner, self._verdict, self.world.exchange, lambda: self.progress.scaler
         )
         self.access = Access(self.model, self.runner, executor.movers, self.optimizer)
         self.owner = Owner(
@@ -193,7 +194,7 @@ class Works:
         if not self.gradients.is_taken:
             self.zero_grad()
             return
-        if self.plan.sync_buffers and not self._buffers.is_learnt and self.world.size > 1:
+        if self._verdict.is_news:
             self.runner.foresee_buffers(self._buffers.learn())
         self.runner.after_step()
         self._num_micro_batches = 0

@@ -1,5 +1,6 @@
 """Checkpoints: sharded safetensors and a JSON index, published at once, read by any mesh."""
 
+from shardwise.checkpoint.codec import encode
 from shardwise.checkpoint.content import Content, Entry, content_of
 from shardwise.checkpoint.folder import checkpoints_in, newest
 from shardwise.checkpoint.keep import Keep
@@ -18,6 +19,7 @@ __all__ = [
     "Stateful",
     "checkpoints_in",
     "content_of",
+    "encode",
     "find",
     "load",
     "newest",

@@ -3,6 +3,7 @@
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import Flat, FullState
 from shardwise.storage.inbox import Inbox
+from shardwise.storage.memory import each_element_once, is_dense
 from shardwise.storage.rows import Row, rows_for
 from shardwise.storage.select import UnitChoice, choose_units
 from shardwise.storage.shared import share
@@ -16,6 +17,8 @@ __all__ = [
     "Unit",
     "UnitChoice",
     "choose_units",
+    "each_element_once",
+    "is_dense",
     "make_unit",
     "rows_for",
     "share",
