@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.birth import FirstValues, Wishes, check_same_everywhere
+from shardwise.birth import FirstValues, Wishes, check_model, check_same_everywhere
 from shardwise.comm import Commons, World
 from shardwise.config import Plan
 from shardwise.mesh import Mesh
 from shardwise.optim import vet
 from shardwise.placement import Table, mesh_for, table_for
 from shardwise.program import Update
+from shardwise.runtime import check_backend
 from shardwise.storage import Row, Unit, UnitChoice, choose_units, make_unit, rows_for, share
 from shardwise.telemetry import ByteMeter
 
@@ -63,6 +64,7 @@ class Design:
 def design(model: nn.Module, plan: Plan, world_size: int) -> Design:
     """Raises `ConfigError` for a plan that cannot be meant for this model on this many ranks."""
     mesh = mesh_for(plan, world_size)
+    check_backend(plan.compile)
     return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows_for(model, plan, mesh))
 
 
@@ -74,6 +76,7 @@ def lay(
     Raises `ConfigError` or `ModelError` before anything is changed.
     """
     table_for(plan, mesh_for(plan, world.size))  # of a plan that does not fit the world one should hear first
+    check_model(model)
     updates = vet(optimizer, model) if optimizer is not None else {}
     check_same_everywhere(model, world)
     designed = design(model, plan, world.size)
