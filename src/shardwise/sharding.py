@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.birth import FirstValues, Wishes, check_same_everywhere, check_same_settings
+from shardwise.birth import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.comm import Commons, World
 from shardwise.config import Plan, flatten
 from shardwise.mesh import Mesh
 from shardwise.optim import hyperparameters, vet
 from shardwise.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
+from shardwise.runtime import check_backend
 from shardwise.storage import Row, Unit, UnitChoice, choose_units, make_unit, rows_for, share
 from shardwise.telemetry import ByteMeter
 
@@ -63,6 +64,7 @@ class Design:
 def design(model: nn.Module, plan: Plan, world: World) -> Design:
     """Raises `ConfigError` for a plan that cannot be meant for this model on the ranks of `world`."""
     mesh = mesh_for(plan, world.size, world.local_size)
+    check_backend(plan.compile)
     return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows_for(model, plan, mesh))
 
 
@@ -87,6 +89,7 @@ def lay(
     check_same_settings(hyperparameters(optimizer) if optimizer is not None else {}, "optimizer", world)
     mesh = mesh_for(plan, world.size, world.local_size)
     table_for(plan, mesh)  # of a plan that does not fit the world one should hear first
+    check_model(model)
     updates = vet(optimizer, model) if optimizer is not None else {}
     check_same_everywhere(model, world)
     designed = design(model, plan, world)

@@ -17,11 +17,11 @@ _MOST_SHOWN = 4
 
 def check_model(model: nn.Module) -> torch.device:
     """The one device of all parameters, which may be the meta device, or a sentence about what is in the way."""
+    _refuse_scripts(model)
+    _refuse_lazy(model)
     by_device: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         by_device.setdefault(param.device, name)
-        if nn.parameter.is_lazy(param):
-            raise ModelError(f"Parameter {name} has no shape yet: call the lazy module once before it is sharded.")
         if param.is_sparse or param.is_complex():
             raise ModelError(
                 f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded."
@@ -34,6 +34,26 @@ def check_model(model: nn.Module) -> torch.device:
             f"The model's parameters are on different devices: {where}. Move the model to one with .to(device)."
         )
     return next(iter(by_device))
+
+
+def _refuse_scripts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"Module {name}" if name else "The model"
+            raise ModelError(
+                f"{what} was made by torch.jit: it computes outside of Python, where nothing can be gathered for it. "
+                f"Shard the nn.Module that it was made of; the plan's `compile` makes graphs of its units."
+            )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
+        for name, tensor in named:
+            if nn.parameter.is_lazy(tensor):
+                raise ModelError(
+                    f"{kind} {name} has no shape yet: call the model once on a batch, so that its lazy modules know "
+                    f"their sizes, then make the optimizer and shard it."
+                )
 
 
 def check_same_everywhere(model: nn.Module, world: World) -> None:
