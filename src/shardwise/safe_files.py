@@ -57,7 +57,7 @@ def inside(folder: Path, name: object) -> Path:
             f"{path} is a link to {real}, outside of the checkpoint, which is not followed. Put the file itself there "
             f"if it belongs to it."
         )
-    return real
+    return path
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -117,19 +117,22 @@ def read_text(path: Path, max_bytes: int = 2**16) -> str:
         raise CheckpointError(f"{path} is not text: {error}") from error
 
 
-def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_JSON_DEPTH) -> dict[str, Any]:
+def read_json(
+    path: Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_JSON_DEPTH, lenient: bool = False
+) -> dict[str, Any]:
     """The JSON object in the regular file `path`; see `parse_json`."""
-    return parse_json(read_regular(path, max_bytes), path, max_depth=max_depth)
+    return parse_json(read_regular(path, max_bytes), path, max_depth=max_depth, lenient=lenient)
 
 
-def parse_json(content: bytes, path: Path, *, max_depth: int = MAX_JSON_DEPTH) -> dict[str, Any]:
+def parse_json(content: bytes, path: Path, *, max_depth: int = MAX_JSON_DEPTH, lenient: bool = False) -> dict[str, Any]:
     """`content`, of the file `path`, as a JSON object.
 
-    Raises `CheckpointError` for what is not JSON, has a key twice in an object, is nested deeper than `max_depth`, has
-    numbers that are none, or text that is not Unicode.
+    Raises `CheckpointError` for what is not JSON, is nested deeper than `max_depth`, or has text that is not Unicode;
+    and unless it is `lenient`, as files are that people write, for a key that is there twice, for NaN and infinity.
     """
+    strictly: dict[str, Any] = {} if lenient else {"object_pairs_hook": _once, "parse_constant": _no_number}
     try:
-        value = json.loads(content.decode(), object_pairs_hook=_once, parse_constant=_no_number)
+        value = json.loads(content.decode(), **strictly)
         if b"\\u" in content:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

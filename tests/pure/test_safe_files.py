@@ -90,6 +90,12 @@ def test_json_has_bounds(text: str, words: str, tmp_path: Path) -> None:
         read_json(tmp_path / "x.json")
 
 
+def test_what_people_write_may_be_odd() -> None:
+    assert parse_json(b'{"a": 1, "a": Infinity}', HERE, lenient=True) == {"a": float("inf")}
+    with pytest.raises(CheckpointError):
+        parse_json(b'{"a": ' * 100, HERE, lenient=True)
+
+
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
