@@ -8,6 +8,7 @@ from pathlib import Path
 from shardwise.errors import CheckpointError
 from shardwise.formats import dcp, deepspeed, hf, ours
 from shardwise.formats.source import Source
+from shardwise.safe_files import inside, open_regular
 
 FORMS = {
     ours.FORM: "a checkpoint of shardwise, or a run folder with checkpoints",
@@ -20,6 +21,7 @@ OTHERS = {
     "adapter_config.json": "an adapter of PEFT, without the model that it is for",
     "trainer_state.json": "a checkpoint of the transformers Trainer without weights that could be read",
 }
+LATEST = "latest"
 OPENERS: dict[str, Callable[[Path], Source]] = {
     ours.FORM: ours.open_ours,
     hf.FORM: hf.open_hf,
@@ -41,6 +43,8 @@ def _form_of(path: Path) -> str:
         raise CheckpointError(f"There is no {path}.")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; name the folder of the checkpoint.")
+    if (path / LATEST).exists():
+        open_regular(inside(path, LATEST)).close()  # which several formats have, and read
     if ours.is_ours(path):
         return ours.FORM
     if dcp.is_dcp(path):
