@@ -18,7 +18,9 @@ from shardwise.checkpoint import (
     content_of,
     find,
     load,
+    numbers_of,
     rng,
+    step_name,
 )
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, StateError
@@ -46,22 +48,32 @@ class State:
     ) -> Path:
         """See `Engine.save`."""
         progress = works.progress
-        kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
-        if progress.scaler is not None:
-            kept["loss_scale"] = progress.scaler.state_dict()
-        request = Request(
-            folder,
-            progress.num_steps if step is None else step,
-            layout=f"{works.table.optim} on {works.mesh}",
-            state=kept,
-            metrics=dict(metrics),
-            keep=keep,
-            memories={
-                "generators": rng.capture(),
-                "objects": {name: thing.state_dict() for name, thing in self.remembered.items()},
-            },
-        )
-        return self.saver.save(request, content(works), wait=wait)
+        number = progress.num_steps if step is None else step
+
+        def make() -> tuple[Request, Content]:
+            if type(number) is not int or not 0 <= number < 10**18:
+                raise ConfigError(f"step is {number!r}, which is no number of steps; give a whole one, at least 0.")
+            if gradients_wait(works):
+                raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before save().")
+            kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
+            if progress.scaler is not None:
+                kept["loss_scale"] = progress.scaler.state_dict()
+            request = Request(
+                folder,
+                number,
+                layout=f"{works.table.optim} on {works.mesh}",
+                state=kept,
+                metrics=numbers_of(metrics),
+                keep=keep,
+                memories={
+                    "generators": rng.capture(),
+                    "objects": {name: thing.state_dict() for name, thing in self.remembered.items()},
+                },
+            )
+            return request, content(works)
+
+        target = folder / (step_name(number) if isinstance(number, int) else str(number))
+        return self.saver.save(target, make, wait=wait)
 
     def resume(self, works: Works, folder: Path) -> Loaded | None:
         """See `Engine.resume`."""
@@ -69,8 +81,9 @@ class State:
         path = find(folder, works.world)
         if path is None:
             return None
-        works.runner.open_params()
-        loaded = load(path, content(works), works.optimizer, works.world, self.remembered)
+        loaded = load(
+            path, content(works), works.optimizer, works.world, self.remembered, before_change=works.runner.open_params
+        )
         progress = works.progress
         progress.num_steps = int(loaded.state["num_steps"])
         if progress.scaler is not None and "loss_scale" in loaded.state:
@@ -78,6 +91,11 @@ class State:
         works.zero_grad()
         works.runner.restore_params()
         return replace(loaded, state=loaded.state["user"])
+
+
+def gradients_wait(works: Works) -> bool:
+    """Whether gradients on this rank are still to be used in a step, which no checkpoint and no other plan keeps."""
+    return any(any(flat.touched) for flat in works.flats)
 
 
 def content(works: Works) -> Content:
@@ -95,7 +113,7 @@ def reshard(works: Works, plan: Plan) -> Works:
     designed = design(model, plan, world.size)
     if len(set(world.exchange(plan.model_dump_json().encode()))) > 1:
         raise ConfigError("The ranks gave reshard() different plans; give all of them the same.")
-    if world.any_rank(any(any(flat.touched) for flat in works.flats)):
+    if world.any_rank(gradients_wait(works)):
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
     optimizer = works.optimizer.optimizer if works.optimizer is not None else None
     device, updates, before_change = works.sharding.device, works.sharding.updates, works.before_change

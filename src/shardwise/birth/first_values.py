@@ -24,7 +24,7 @@ from shardwise.birth.tape import Origin, Ref, digest_of, origin_of, replay, tens
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.placement import Span
-from shardwise.storage import Flat, Unit
+from shardwise.storage import Flat, Unit, copy_into
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -169,7 +169,7 @@ class FirstValues:
         sent = tensor.contiguous()
         self._world.collectives(tensor.device).broadcast(sent.view(-1), 0, self._world.everybody).wait()
         if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent)
+            copy_into(tensor, sent)
 
 
 def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:

@@ -1,8 +1,8 @@
 """Checkpoints: sharded safetensors and a JSON index, published at once, read by any mesh."""
 
 from shardwise.checkpoint.content import Content, Entry, content_of
-from shardwise.checkpoint.folder import checkpoints_in, newest
-from shardwise.checkpoint.keep import Keep
+from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
+from shardwise.checkpoint.keep import Keep, numbers_of
 from shardwise.checkpoint.load import Loaded, Stateful, find, load
 from shardwise.checkpoint.reshard import Belongings
 from shardwise.checkpoint.saver import Request, Saver
@@ -21,4 +21,6 @@ __all__ = [
     "find",
     "load",
     "newest",
+    "numbers_of",
+    "step_name",
 ]

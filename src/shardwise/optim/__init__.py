@@ -8,7 +8,7 @@ from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon, hidden_matrices
 from shardwise.optim.piece import Piece
-from shardwise.optim.probe import vet
+from shardwise.optim.probe import state_keys, vet
 
 __all__ = [
     "AdamW",
@@ -21,5 +21,6 @@ __all__ = [
     "Peers",
     "Piece",
     "hidden_matrices",
+    "state_keys",
     "vet",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import World
+from shardwise.storage import copy_into
 
 
 class BufferSync:
@@ -45,5 +46,5 @@ class BufferSync:
                 continue
             start = 0
             for buffer in buffers:
-                buffer.detach().copy_(together[start : start + buffer.numel()].view(buffer.shape))
+                copy_into(buffer.detach(), together[start : start + buffer.numel()])
                 start += buffer.numel()
