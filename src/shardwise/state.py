@@ -24,7 +24,7 @@ from shardwise.checkpoint import (
 )
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, StateError
-from shardwise.sharding import design
+from shardwise.sharding import check_batch_norms, design
 from shardwise.works import Works, scaler_for
 
 
@@ -111,6 +111,7 @@ def reshard(works: Works, plan: Plan) -> Works:
     """
     model, world, progress = works.model, works.world, works.progress
     designed = design(model, plan, world.size)
+    check_batch_norms(model, designed, works.sharding.device)
     if len(set(world.exchange(plan.model_dump_json().encode()))) > 1:
         raise ConfigError("The ranks gave reshard() different plans; give all of them the same.")
     if world.any_rank(gradients_wait(works)):

@@ -120,6 +120,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a sum too large": (put("param/0.weight", crc32=[2**40]), "crc32"),
     "other blocks": (put("param/0.weight", block_bytes=2**50), "block_bytes is"),
     "an unknown kind": (put("param/0.weight", kind="weights"), "is of kind 'weights'"),
+    "a name that is no text": (put("param/0.weight", key="\ud800"), "is no text"),
     "another key": (put("param/0.weight", name="0.bias"), "under another key"),
     "an absolute name": (lambda index: index["files"][0].update(name="/etc/passwd"), "not the plain name"),
     "a name above": (lambda index: index["files"][0].update(name="../x.safetensors"), "not the plain name"),
@@ -346,7 +347,7 @@ def edited(draw: Any, original: dict[str, Any]) -> dict[str, Any]:
             other = draw(st.sampled_from(list(home) if isinstance(home, dict) else range(len(home))))
             home[at[-1]], home[other] = home[other], value
         else:
-            home[at[-1]] = draw(st.sampled_from(JUNK))
+            home[at[-1]] = copy.deepcopy(draw(st.sampled_from(JUNK)))
         if not made:
             break
     return made

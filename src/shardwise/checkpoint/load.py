@@ -143,7 +143,7 @@ def _agreed(world: World, prefix: str = "") -> Iterator[None]:
     except Exception as error:  # whatever it is, the others must hear of it
         refusal = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         cause = error
-    refusals = [message.decode() for message in world.exchange(refusal.encode())]
+    refusals = [message.decode() for message in world.exchange(refusal.encode(errors="backslashreplace"))]
     if any(refusals):
         raise CheckpointError(prefix + next(said for said in refusals if said)) from cause
 

@@ -72,7 +72,10 @@ def _check(index: Index) -> None:
 
 def _check_texts(index: Index) -> None:
     """Names that cannot be written out in any encoding are nobody's."""
-    for name in (index.layout, *index.versions, *index.versions.values(), *index.shapes, *index.ties, *index.metrics):
+    names = [index.layout, index.optimizer, *index.versions, *index.versions.values()]
+    names += [*index.shapes, *index.ties, *index.metrics, *(file.name for file in index.files)]
+    names += [text for chunk in index.chunks for text in (chunk.kind, chunk.name, chunk.file, chunk.key)]
+    for name in names:
         try:
             name.encode()
         except UnicodeEncodeError as error:

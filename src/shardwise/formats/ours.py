@@ -25,6 +25,7 @@ from shardwise.checkpoint.schema import RANK, read_index
 from shardwise.errors import CheckpointError
 from shardwise.formats.source import BUFFER, PARAM, STATE, Source, Spec, StoredFile
 from shardwise.formats.stream import SafetensorsFile, split_by_size
+from shardwise.optim import SCALAR_STATES
 from shardwise.placement import Span
 from shardwise.version import __version__
 
@@ -180,9 +181,10 @@ def _chunk(file: str, spec: Spec, shapes: dict[str, tuple[int, ...]], offset: in
 
 
 def _stays_whole(spec: Spec, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Whether it is a state that is not made of its parameter's elements. `step` never is, not even for a parameter
-    that is a single number too."""
-    return spec.is_state and (spec.kind == "state.step" or spec.shape != shapes[spec.name])
+    """Whether it is a state that is not made of its parameter's elements. Some are numbers even for a parameter that is
+    a single number too."""
+    is_scalar = spec.kind.removeprefix(STATE) in SCALAR_STATES
+    return spec.is_state and (is_scalar or spec.shape != shapes[spec.name])
 
 
 def _file(path: Path) -> File:
