@@ -84,7 +84,7 @@ class Access:
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 whole[name] = copy.deepcopy(value)
-            elif by_tensor.get(value) in params:
+            elif isinstance(value, nn.Parameter) and by_tensor.get(value) in params:
                 whole[name] = params[by_tensor[value]]
             else:
                 whole[name] = value.detach().cpu().clone()

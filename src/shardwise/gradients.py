@@ -47,6 +47,8 @@ class Gradients:
         """How many backwards had ended when gradients were zeroed last."""
         self._prepared_at: tuple[int, int] | None = None
         """How many backwards had ended, and how many had been cut short, when gradients were prepared last."""
+        self._stepped_at: tuple[int, int] | None = None
+        """The same when a step used them last."""
         self._norm: float | None = None
         """The 2-norm of what is prepared, as it is now; `None` where it has to be worked out anew."""
         self._norm_before: float | None = None
@@ -66,6 +68,14 @@ class Gradients:
         """Whether any parameter may have a gradient. The same on all ranks; sends nothing."""
         since = max(self._zeroed_at, self._runner.cut_short_at)
         return self._holds_more or self._runner.num_backwards > since
+
+    def wait(self) -> bool:
+        """Whether any that exist have not been used by a step yet. The same on all ranks; sends nothing."""
+        return self.exist() and self._stepped_at != self._moment()
+
+    def note_step(self) -> None:
+        """A step has used what there is."""
+        self._stepped_at = self._moment()
 
     def has(self, flat: Flat, index: int) -> bool:
         """Whether a parameter has a gradient, on any rank."""

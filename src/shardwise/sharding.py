@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.birth import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.comm import Commons, World
 from shardwise.config import Plan, flatten
+from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.optim import hyperparameters, vet
 from shardwise.placement import Table, mesh_for, table_for, takes_local_size
@@ -94,6 +95,26 @@ def lay(
     check_same_everywhere(model, world)
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world)
+    check_batch_norms(model, designed, values.device)
     sharding = designed.carry_out(world, values.device, updates)
     values.settle(sharding.units)
     return sharding
+
+
+def check_batch_norms(model: nn.Module, designed: Design, device: torch.device) -> None:
+    """Raise `ConfigError` for a batch norm that torch cannot compute on this device in the plan's precision.
+
+    On a CPU it takes weights in bf16 or fp16 only beside statistics in the same; those stay in fp32, as they should.
+    """
+    for name, module in model.named_modules() if device.type == "cpu" else ():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.weight is None:
+            continue
+        compute = designed.rows[module.weight].table.compute
+        statistics = module.running_mean
+        if compute in ("bf16", "fp16") and statistics is not None and statistics.dtype == torch.float32:
+            kind = type(module).__name__
+            raise ConfigError(
+                f"{name or 'The model'} is a {kind}, whose running statistics are in fp32, and on a CPU torch computes "
+                f"none with weights in {compute} beside them. Keep its weights in fp32 with a rule of the plan: "
+                f"rules: {{norms: {{classes: [{kind}], precision: fp32}}}}"
+            )

@@ -197,6 +197,7 @@ class Works:
         if self._verdict.is_news:
             self.runner.foresee_buffers(self._buffers.learn())
         self.runner.after_step()
+        self.gradients.note_step()
         self._num_micro_batches = 0
         self.progress.num_steps += 1
 

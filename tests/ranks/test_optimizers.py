@@ -27,7 +27,7 @@ from twins import (
 )
 
 import shardwise as sw
-from shardwise.checkpoint.index import read_index
+from shardwise.checkpoint.schema import read_index
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim import AdamW, Lamb, Lion, Muon, hidden_matrices
 from shardwise.program import DURING_STEP

@@ -24,7 +24,7 @@ from shardwise.birth.tape import Origin, Ref, digest_of, origin_of, replay, tens
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.placement import Span
-from shardwise.storage import Flat, Unit, each_element_once, is_dense
+from shardwise.storage import Flat, Unit, copy_into, is_dense
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -174,8 +174,7 @@ class FirstValues:
         sent = tensor.contiguous()
         self._world.collectives(tensor.device).broadcast(sent.view(-1), 0, self._world.everybody).wait()
         if sent.data_ptr() != tensor.data_ptr():
-            own = each_element_once(tensor)
-            own.copy_(sent[tuple(slice(size) for size in own.shape)])
+            copy_into(tensor, sent)
 
 
 def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:

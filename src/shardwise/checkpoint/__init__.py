@@ -2,8 +2,8 @@
 
 from shardwise.checkpoint.codec import encode
 from shardwise.checkpoint.content import Content, Entry, content_of
-from shardwise.checkpoint.folder import checkpoints_in, newest
-from shardwise.checkpoint.keep import Keep
+from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
+from shardwise.checkpoint.keep import Keep, numbers_of
 from shardwise.checkpoint.load import Loaded, Stateful, find, load
 from shardwise.checkpoint.reshard import Belongings
 from shardwise.checkpoint.saver import Request, Saver
@@ -23,4 +23,6 @@ __all__ = [
     "find",
     "load",
     "newest",
+    "numbers_of",
+    "step_name",
 ]

@@ -57,6 +57,8 @@ class Content:
     entries: list[Entry] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    optimizer: str = ""
+    """The name of the optimizer's class."""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
 
@@ -89,6 +91,7 @@ def content_of(
     if optimizer is not None:
         _add_states(content, optimizer, written)
         content.groups = _groups(optimizer)
+        content.optimizer = type(optimizer.optimizer).__name__
     return content
 
 

@@ -19,6 +19,8 @@ from shardwise.optim.piece import Piece, pieces_of
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
+SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+"""Those of torch's optimizers that are one number, whatever the parameter's shape: also for one that is a number."""
 
 
 class AdoptedOptimizer:
@@ -89,7 +91,7 @@ class AdoptedOptimizer:
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Take over what `state_of` returns. Tensors of the whole parameter's shape are cut as it was."""
-        cut = {key: _cut(value, piece) for key, value in state.items()} if piece.span.numel else {}
+        cut = {key: _cut(key, value, piece) for key, value in state.items()} if piece.span.numel else {}
         if isinstance(self.optimizer, Cooperative):
             self.optimizer.accept_state(piece.tensor, cut)
         else:
@@ -107,7 +109,7 @@ class AdoptedOptimizer:
         """What `load_state_dict` is to load of a plain optimizer's whole state, or of this rank's own."""
         pieces = dict(self.numbered())
         kept = {
-            number: {key: _own(_cut(value, pieces[number]), value) for key, value in entry.items()}
+            number: {key: _own(_cut(key, value, pieces[number]), value) for key, value in entry.items()}
             for number, entry in state["state"].items()
             if number in pieces and pieces[number].span.numel
         }
@@ -180,11 +182,11 @@ def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
     return optimizer.dense_state(param) if isinstance(optimizer, Cooperative) else dict(optimizer.state[param])
 
 
-def _cut(value: Any, piece: Piece) -> Any:
+def _cut(key: str, value: Any, piece: Piece) -> Any:
     """This rank's elements of a state that has the whole parameter's shape, copied; anything else as it is."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or (value.dim() == 0 and key in SCALAR_STATES):
         return value
-    if value.dim() > 0 and tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
+    if tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
         return value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.tensor.device, copy=True)
     return value
 

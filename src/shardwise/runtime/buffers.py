@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.errors import ModelError
-from shardwise.storage import each_element_once, is_dense
+from shardwise.storage import copy_into, is_dense
 
 Tensor = torch.Tensor
 Layout = tuple[torch.Size, torch.dtype]
@@ -91,8 +91,7 @@ class BufferSync:
                 if buffer.is_inference():  # may not be written to
                     self._put(name, values.clone())
                 else:
-                    own = each_element_once(buffer.detach())
-                    own.copy_(values[tuple(slice(size) for size in own.shape)])
+                    copy_into(buffer.detach(), values)
                 start += buffer.numel()
 
     def _present(self) -> dict[str, Tensor]:
