@@ -1,0 +1,442 @@
+"""What plain PyTorch loops do, each written once over a model, an optimizer and a batch, and raced.
+
+The same code runs on a plain twin, which goes through the half batches in turn, and on two ranks that have one half
+each. What an action returns and what the parameters come to must be the same, or the action is refused in a sentence
+and has changed nothing: the twin leaves out what was refused.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import FaultError, ShardwiseError
+from shardwise.state import content
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+Half = tuple[Tensor, Tensor]
+VOCAB, WIDTH = 13, 8
+NUM_RANKS = 2
+PRESETS = ("zero3", "zero2", "zero1", "ddp")
+PLACES = [(preset, shares) for preset in PRESETS for shares in (True, False)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Small, with what real models have: a scalar parameter, one that is never used, a frozen one, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.logit_scale = nn.Parameter(torch.tensor(0.1))
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.offset = nn.Parameter(torch.randn(WIDTH) * 0.1, requires_grad=False)
+        self.register_buffer("temperature", torch.tensor(1.0))
+
+    def features(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x) + self.offset
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x)) * self.logit_scale.exp() / self.temperature
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer whose update shows the size of a gradient, which Adam's would hide."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def cross_entropy(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+
+
+@dataclass(frozen=True)
+class Local:
+    """What each rank sees of its own half, such as a loss: the ranks' mean is the twin's."""
+
+    value: Any
+
+
+@dataclass
+class Loop:
+    """What a plain loop has. In the twin `mine` are both halves of a batch, on a rank its own."""
+
+    model: Any
+    mine: tuple[int, ...]
+    rank: int = 0
+    optimizer: Any = None
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    engine: sw.Engine | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    _numbers: torch.Generator = field(default_factory=torch.Generator)
+
+    def begin(self, index: int) -> None:
+        """The batches of an action depend on its place alone, not on how many the others took."""
+        self._numbers.manual_seed(1000 + index)
+
+    def batch(self) -> list[Half]:
+        """The next batch's halves, as many as this loop goes through."""
+        tokens = torch.randint(0, VOCAB, (4, 4), generator=self._numbers)
+        halves = [(part[:, :-1], part[:, 1:]) for part in tokens.chunk(NUM_RANKS)]
+        return [halves[index] for index in self.mine]
+
+    def mean(self, of: Callable[[Tensor, Tensor], Tensor], batch: list[Half] | None = None) -> Tensor:
+        """The mean of `of(x, y)` over the halves of a batch."""
+        total: Any = 0
+        for x, y in batch or self.batch():
+            total = total + of(x, y) / len(self.mine)
+        return total
+
+    def loss(self, model: Any = None, batch: list[Half] | None = None) -> Tensor:
+        return self.mean(lambda x, y: cross_entropy(model or self.model, x, y), batch)
+
+    def backward(self) -> Tensor:
+        loss = self.loss()
+        loss.backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.model.named_parameters()
+
+    def with_grad(self) -> list[nn.Parameter]:
+        return [param for param in self.model.parameters() if param.grad is not None]
+
+    def clip(self, max_norm: float) -> float:
+        """By the engine where there is one."""
+        if self.engine is not None:
+            return self.engine.clip_grad_norm_(max_norm)
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).item()
+
+    def whole_grad(self, name: str) -> Tensor | None:
+        if self.engine is not None:
+            return self.engine.get(name, "grad")
+        grad = self.model.get_parameter(name).grad
+        return None if grad is None else grad.clone()
+
+
+Act = Callable[[Loop], Any]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One thing that a plain loop does. `before` is done before the optimizer is made and the model is sharded."""
+
+    name: str
+    about: str
+    group: str
+    act: Act
+    before: Act | None = None
+    make_optimizers: Callable[[nn.Module], Any] = sgd
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    composes: bool = True
+    """Whether it may stand among others: it leaves the loop as others expect it."""
+
+
+ACTIONS: dict[str, Action] = {}
+
+
+def action(group: str, about: str, **more: Any) -> Callable[[Act], Act]:
+    """Add a function to the matrix, under its own name. `about` says what it does, for the docs."""
+
+    def add(act: Act) -> Act:
+        name = act.__name__
+        assert name not in ACTIONS, name
+        ACTIONS[name] = Action(name, about, group, act, **more)
+        return act
+
+    return add
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An exception out of an action."""
+
+    kind: str
+    text: str
+    is_letter: bool
+    is_fatal: bool
+
+
+@dataclass
+class Course:
+    """What a loop came to: what each action returned, and the parameters at the end."""
+
+    outcomes: list[Any] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+
+
+def follow(loop: Loop, script: Sequence[str], left_out: frozenset[int] = frozenset()) -> list[Any]:
+    """Take the actions of a script one after the other. After one that raises, the gradients are dropped."""
+    outcomes: list[Any] = []
+    for index, name in enumerate(script):
+        try:
+            loop.begin(index)
+            outcomes.append(None if index in left_out else _kept(ACTIONS[name].act(loop)))
+        except Exception as error:  # what it is, is judged by the comparison
+            outcomes.append(_refusal(error))
+            for optimizer in loop.optimizers:
+                optimizer.zero_grad()
+        else:
+            if index in left_out:
+                for optimizer in loop.optimizers:
+                    optimizer.zero_grad()
+    return outcomes
+
+
+def _refusal(error: Exception) -> Refusal:
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and len(chain) < 8:
+        chain.append(cause)
+    text = " / ".join([str(error), *(str(one) for one in chain[1:] if isinstance(one, ShardwiseError))])
+    is_letter = any(isinstance(one, ShardwiseError) for one in chain)
+    return Refusal(type(error).__name__, text, is_letter, any(isinstance(one, FaultError) for one in chain))
+
+
+def _kept(value: Any) -> Any:
+    """A copy that nothing later can change."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Local):
+        return Local(_kept(value.value))
+    if isinstance(value, Mapping):
+        return {key: _kept(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_kept(item) for item in value]
+    return value
+
+
+def _made(script: Sequence[str], loop: Loop) -> None:
+    """Do what comes before the model is sharded, and make the optimizers."""
+    actions = [ACTIONS[name] for name in dict.fromkeys(script)]
+    for one in actions:
+        if one.before is not None:
+            one.before(loop)
+    makers = {one.make_optimizers for one in actions if one.make_optimizers is not sgd} or {sgd}
+    (make,) = makers
+    made = make(loop.model)
+    loop.optimizers = list(made) if isinstance(made, list) else [made]
+    loop.optimizer = loop.optimizers[0]
+
+
+def start() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net()
+
+
+def plain(script: Sequence[str], left_out: frozenset[int], mine: tuple[int, ...] = (0, 1)) -> Course:
+    """The twin, halves in the order of `mine`."""
+    loop = Loop(start(), mine)
+    _made(script, loop)
+    limit = _plan(script).get("clip_grad_norm")
+    params = dict(loop.model.named_parameters())
+    if limit is not None:
+        loop.optimizer.register_step_pre_hook(_clips(list(params.values()), limit))
+    outcomes = follow(loop, script, left_out)
+    return Course(outcomes, {name: param.detach().double().clone() for name, param in params.items()})
+
+
+def _clips(params: list[nn.Parameter], limit: float) -> Callable[..., None]:
+    """What a plan's `clip_grad_norm` does in the twin."""
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(params, limit)
+
+    return clip
+
+
+def _plan(script: Sequence[str]) -> dict[str, Any]:
+    plan: dict[str, Any] = {}
+    for name in script:
+        plan.update(ACTIONS[name].plan)
+    return plan
+
+
+def sharded(script: Sequence[str], preset: str, shares_memory: bool) -> list[Course]:
+    """The same on two ranks."""
+    replicas = [start() for _ in range(NUM_RANKS)]
+
+    def rank(world: sw.World) -> Course:
+        loop = Loop(replicas[world.rank], (world.rank,), world.rank)
+        _made(script, loop)
+        optimizer: Any = loop.optimizers if len(loop.optimizers) > 1 else loop.optimizer
+        engine = sw.shard(loop.model, {"preset": preset, **_plan(script)}, optimizer=optimizer, world=world)
+        loop.engine = engine
+        shapes = {name: param.shape for name, param in loop.model.named_parameters()}
+        course = Course(follow(loop, script))
+        if not any(isinstance(outcome, Refusal) and outcome.is_fatal for outcome in course.outcomes):
+            course.params = _whole(engine, shapes)
+        engine.close()
+        return course
+
+    return run_ranks(NUM_RANKS, rank, shares_memory=shares_memory, timeout_seconds=6, patience_seconds=0.5)
+
+
+def _whole(engine: sw.Engine, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Every parameter that was sharded, from all ranks' pieces: whatever has become of the model's own names."""
+    entries = [entry for entry in content(engine._works).entries if entry.kind == "param" and entry.span.numel]
+    told = io.BytesIO()
+    torch.save([(entry.name, entry.span.start, entry.tensor.detach().double().clone()) for entry in entries], told)
+    whole = {name: torch.full(shape, float("nan"), dtype=torch.float64).flatten() for name, shape in shapes.items()}
+    for message in engine.world.exchange(told.getvalue()):
+        for name, start, values in torch.load(io.BytesIO(message), weights_only=True):
+            whole[name][start : start + values.numel()] = values
+    return {name: values.view(shapes[name]) for name, values in whole.items()}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`equal`, `refused` (with the sentence), or what must not be: `raw`, `different`, `crash`, `hang`."""
+
+    kind: str
+    said: str = ""
+    """What was refused by which words, or what is wrong."""
+    is_fatal: bool = False
+    """Whether the ranks could not go on."""
+    refused: tuple[tuple[str, str], ...] = ()
+    """Which actions of the script were refused, and by which words."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.said}" if self.said else self.kind
+
+
+EQUAL = Verdict("equal")
+
+
+def race(script: Sequence[str], preset: str, shares_memory: bool) -> Verdict:
+    """Whether a script comes to the same on two ranks as in the plain loop; where not, the first reason."""
+    try:
+        courses = sharded(script, preset, shares_memory)
+    except Exception as error:  # of shard itself, or of the comparison: the caller has to see which
+        refusal = _refusal(error)
+        return Verdict("refused" if refusal.is_letter else "raw", f"{refusal.kind}: {refusal.text}", is_fatal=True)
+    refused = frozenset(index for index, outcome in enumerate(courses[0].outcomes) if isinstance(outcome, Refusal))
+    twin, mirror = plain(script, refused), plain(script, refused, (1, 0))
+    whole = plain(script, frozenset()) if refused else twin
+    said: list[tuple[str, str]] = []
+    for index, name in enumerate(script):
+        verdict = _outcome(
+            name,
+            [course.outcomes[index] for course in courses],
+            whole.outcomes[index] if index in refused else twin.outcomes[index],
+            mirror.outcomes[index],
+        )
+        if verdict.kind == "refused":
+            said.append((name, verdict.said))
+        if verdict.kind not in ("equal", "refused") or verdict.is_fatal:
+            return replace(verdict, refused=tuple(said))
+    wrong = _different_params(courses, twin, mirror)
+    if wrong:
+        return Verdict("different", wrong)
+    return Verdict("refused", said[0][1], refused=tuple(said)) if said else EQUAL
+
+
+def _outcome(name: str, ours: list[Any], theirs: Any, mirrored: Any) -> Verdict:
+    refusals = [outcome for outcome in ours if isinstance(outcome, Refusal)]
+    if not refusals:
+        if isinstance(theirs, Refusal):
+            return Verdict(
+                "different", f"{name}: the plain loop raises {theirs.kind} ({theirs.text}), the ranks do not"
+            )
+        wrong = _different(f"{name} returned", ours, theirs, mirrored)
+        return Verdict("different", wrong) if wrong else EQUAL
+    first = refusals[0]
+    said = f"{first.kind}: {first.text}"
+    if len(refusals) < len(ours):
+        return Verdict("different", f"{name}: only some ranks raised {said}")
+    if isinstance(theirs, Refusal) and theirs.kind == first.kind:
+        return EQUAL
+    return Verdict("refused" if all(one.is_letter for one in refusals) else "raw", said, first.is_fatal)
+
+
+def _different(path: str, ours: Sequence[Any], theirs: Any, mirrored: Any) -> str:
+    """How what the ranks say differs from the plain loop's value; empty if it does not."""
+    if isinstance(theirs, Local):
+        if not all(isinstance(one, Local) for one in ours):
+            return f"{path} {ours}, the plain loop {theirs}"
+        return _different(path, [_averaged([one.value for one in ours])], theirs.value, mirrored.value)
+    if isinstance(theirs, dict):
+        if not all(isinstance(one, dict) and one.keys() == theirs.keys() for one in ours):
+            return f"{path} other keys than the plain loop's {list(theirs)}: {[list(one) for one in ours]}"
+        parts = [_different(f"{path}[{key}]", [one[key] for one in ours], theirs[key], mirrored[key]) for key in theirs]
+        return next(filter(None, parts), "")
+    if isinstance(theirs, list):
+        if not all(isinstance(one, list) and len(one) == len(theirs) for one in ours):
+            return f"{path} {ours}, the plain loop {theirs}"
+        parts = [
+            _different(f"{path}[{index}]", [one[index] for one in ours], theirs[index], mirrored[index])
+            for index in range(len(theirs))
+        ]
+        return next(filter(None, parts), "")
+    if isinstance(theirs, Tensor | float):
+        return next(filter(None, (_far(path, one, theirs, mirrored) for one in ours)), "")
+    return "" if all(one == theirs for one in ours) else f"{path} {ours}, the plain loop {theirs!r}"
+
+
+def _averaged(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _averaged([value[key] for value in values]) for key in first}
+    if isinstance(first, list):
+        return [_averaged(list(items)) for items in zip(*values, strict=True)]
+    return sum(values) / len(values) if isinstance(first, Tensor | float) else first
+
+
+def _far(path: str, ours: Any, theirs: Any, mirrored: Any) -> str:
+    """Beyond rounding: what the plain loop itself differs by when it takes the halves in the other order."""
+    if not isinstance(ours, Tensor | float):
+        return f"{path} {ours}, the plain loop {theirs}"
+    left, right, other = (torch.as_tensor(value).double() for value in (ours, theirs, mirrored))
+    if left.shape != right.shape:
+        return f"{path} a tensor of shape {list(left.shape)}, the plain loop one of {list(right.shape)}"
+    if torch.equal(left.isnan(), right.isnan()) and torch.equal(left.isinf(), right.isinf()):
+        left, right, other = (torch.nan_to_num(value, 0.0, 0.0, 0.0) for value in (left, right, other))
+    rounding = 8 * (right - other).abs().max().item() if right.numel() else 0.0
+    allowed = rounding + 2e-6 * (1 + right.abs().max().item() if right.numel() else 1)
+    distance = (left - right).abs().max().item() if right.numel() else 0.0
+    if distance <= allowed:
+        return ""
+    shown = (
+        f"{ours:.7g} instead of {theirs:.7g}"
+        if isinstance(theirs, float)
+        else f"a tensor that is off by {distance:.3g}"
+    )
+    return f"{path} {shown}"
+
+
+def _different_params(courses: list[Course], twin: Course, mirror: Course) -> str:
+    for course in courses:
+        for name in course.params.keys() & twin.params.keys():
+            ours = course.params[name]
+            if wrong := _far(f"at the end {name} is", ours, twin.params[name], mirror.params[name]):
+                return wrong
+        missing = twin.params.keys() - course.params.keys()
+        if missing:
+            return f"at the end {sorted(missing)[0]} is missing"
+    return ""

@@ -1,0 +1,839 @@
+"""Actions of the matrix: parameters read and written, losses, autograd, evaluation."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from loops_matrix import VOCAB, WIDTH, Local, Loop, action, cross_entropy
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+READ, WRITE, LOSS, GRAD, EVAL, ERROR = (
+    "Parameters read",
+    "Parameters written",
+    "Losses",
+    "Autograd",
+    "Evaluation",
+    "Errors",
+)
+
+
+# -- read ---------------------------------------------------------------------------------------------------
+
+
+@action(READ, "`p.detach().clone()` of every parameter, `named_parameters()`")
+def params_read(loop: Loop) -> Any:
+    return {name: p.detach().clone() for name, p in loop.params()}
+
+
+@action(READ, "`p.data`")
+def data_read(loop: Loop) -> Any:
+    return [p.data.clone() for p in loop.model.parameters()]
+
+
+@action(READ, "`p.sum().item()`, `p.norm()`, `p.abs().max()`, to log them")
+def params_logged(loop: Loop) -> Any:
+    with torch.no_grad():
+        return [[p.sum().item(), p.norm().item(), p.abs().max().item()] for p in loop.model.parameters()]
+
+
+@action(READ, "`print(p)`, `repr(p)`")
+def params_printed(loop: Loop) -> Any:
+    print(loop.model.head.bias)
+    return repr(loop.model.logit_scale).split("(")[0], [f"{loop.model.logit_scale.item():.4f}"]
+
+
+@action(READ, "`float(p)`, `p.item()` of a scalar parameter")
+def scalar_read(loop: Loop) -> Any:
+    return [float(loop.model.logit_scale), loop.model.logit_scale.item()]
+
+
+@action(READ, "`p.detach().numpy()`, `.tolist()`")
+def params_numpy(loop: Loop) -> Any:
+    return [float(loop.model.head.weight.detach().numpy().sum()), loop.model.head.bias.tolist()]
+
+
+@action(READ, "`p.detach().cpu()`")
+def params_to_host(loop: Loop) -> Any:
+    return [p.detach().cpu().clone() for p in loop.model.parameters()]
+
+
+@action(READ, "`model.head.weight[0]`, `model.get_parameter(name)`, `model.embed.weight[ids]`")
+def params_indexed(loop: Loop) -> Any:
+    return [
+        loop.model.head.weight[0].detach(),
+        loop.model.get_parameter("blocks.1.up.weight")[:, 1].detach(),
+        loop.model.embed.weight[torch.tensor([1, 2])].detach(),
+    ]
+
+
+@action(READ, "`parameters_to_vector(model.parameters())`")
+def params_to_vector(loop: Loop) -> Any:
+    return nn.utils.parameters_to_vector(loop.model.parameters()).detach()
+
+
+@action(READ, "`torch.cat([p.flatten() ...])`, `torch.stack([p.norm() ...])`")
+def params_joined(loop: Loop) -> Any:
+    with torch.no_grad():
+        params = list(loop.model.parameters())
+        return [torch.cat([p.flatten() for p in params]), torch.stack([p.norm() for p in params])]
+
+
+@action(READ, "`torch._foreach_norm(list(model.parameters()))`")
+def params_foreach_norm(loop: Loop) -> Any:
+    return list(torch._foreach_norm([p.detach() for p in loop.model.parameters()]))
+
+
+@action(READ, "`p.isnan().any()`, `torch.equal(p, q)`, `torch.allclose`")
+def params_compared(loop: Loop) -> Any:
+    weight = loop.model.head.weight
+    return [bool(weight.isnan().any()), torch.equal(weight, weight.clone()), torch.allclose(weight, weight + 1)]
+
+
+@action(READ, "shape, numel, dtype, device, stride, `requires_grad`, `is_leaf`, `isinstance(p, nn.Parameter)`")
+def params_facts(loop: Loop) -> Any:
+    return [
+        [
+            *(name, list(p.shape), p.numel(), str(p.dtype), str(p.device), list(p.stride()), p.requires_grad),
+            *(p.is_leaf, isinstance(p, nn.Parameter), p.dim(), p.element_size(), p.nbytes, len(p) if p.dim() else 0),
+        ]
+        for name, p in loop.params()
+    ]
+
+
+@action(READ, "parameters as keys of a dict, `p is q`, `id(p)`")
+def params_as_keys(loop: Loop) -> Any:
+    names = {p: name for name, p in loop.params()}
+    return [names[loop.model.head.weight], loop.model.head.weight is loop.model.get_parameter("head.weight")]
+
+
+@action(READ, "`p.data_ptr()`: how many distinct tensors there are")
+def params_pointers(loop: Loop) -> Any:
+    return len({p.data_ptr() for p in loop.model.parameters()})
+
+
+@action(READ, "`model.state_dict()`")
+def state_dict_of_model(loop: Loop) -> Any:
+    return {name: value.clone() for name, value in loop.model.state_dict().items()}
+
+
+@action(READ, "`model.state_dict()` right after `optimizer.step()`")
+def state_dict_after_step(loop: Loop) -> Any:
+    loop.backward()
+    loop.optimizer.step()
+    state = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    loop.optimizer.zero_grad()
+    return state
+
+
+@action(READ, "`torch.save(model.state_dict(), file)`, `torch.load`")
+def state_dict_saved(loop: Loop) -> Any:
+    file = io.BytesIO()
+    torch.save(loop.model.state_dict(), file)
+    file.seek(0)
+    return dict(torch.load(file, weights_only=True))
+
+
+@action(READ, "`if rank == 0: torch.save(model.state_dict(), file)`")
+def state_dict_saved_on_rank_0(loop: Loop) -> Any:
+    if loop.rank == 0:
+        torch.save(loop.model.state_dict(), io.BytesIO())
+
+
+@action(READ, "`if rank == 0: print(p.norm().item())`")
+def params_logged_on_rank_0(loop: Loop) -> Any:
+    if loop.rank == 0:
+        print(loop.model.head.weight.norm().item())
+
+
+@action(READ, "`copy.deepcopy(model)`: a frozen teacher")
+def model_copied(loop: Loop) -> Any:
+    teacher = copy.deepcopy(loop.model)
+    with torch.no_grad():
+        return Local(loop.loss(teacher).item())
+
+
+@action(READ, "`pickle.dumps(model)`, `torch.save(model, file)`")
+def model_pickled(loop: Loop) -> Any:
+    copied = pickle.loads(pickle.dumps(loop.model))
+    with torch.no_grad():
+        return Local(loop.loss(copied).item())
+
+
+@action(READ, "an EMA by hand: a dict of clones, `ema[name].lerp_(p.detach(), 0.1)`")
+def ema_by_hand(loop: Loop) -> Any:
+    ema = loop.notes.setdefault("ema", {name: torch.zeros(p.shape) for name, p in loop.params()})
+    loop.backward()
+    loop.update()
+    for name, p in loop.params():
+        ema[name].lerp_(p.detach(), 0.1)
+    return dict(ema)
+
+
+@action(READ, "`torch.optim.swa_utils.AveragedModel(model)` after `shard`")
+def averaged_model(loop: Loop) -> Any:
+    averaged = torch.optim.swa_utils.AveragedModel(loop.model)
+    loop.backward()
+    loop.update()
+    averaged.update_parameters(loop.model)
+    with torch.no_grad():
+        return Local(loop.loss(averaged).item())
+
+
+def _average_before(loop: Loop) -> None:
+    loop.notes["averaged"] = torch.optim.swa_utils.AveragedModel(loop.model)
+
+
+@action(READ, "`AveragedModel(model)` made before `shard`, updated after it", before=_average_before)
+def averaged_model_before(loop: Loop) -> Any:
+    loop.backward()
+    loop.update()
+    averaged = loop.notes["averaged"]
+    averaged.update_parameters(loop.model)
+    return {name: p.detach().clone() for name, p in averaged.module.named_parameters()}
+
+
+# -- written ------------------------------------------------------------------------------------------------
+
+
+@action(WRITE, "`with torch.no_grad(): p.mul_(0.9)`")
+def params_scaled(loop: Loop) -> Any:
+    with torch.no_grad():
+        for p in loop.model.parameters():
+            p.mul_(0.9)
+
+
+@action(WRITE, "`p.data.mul_(0.9)`")
+def data_scaled(loop: Loop) -> Any:
+    for p in loop.model.parameters():
+        p.data.mul_(0.9)
+
+
+@action(WRITE, "`p.data = tensor`")
+def data_assigned(loop: Loop) -> Any:
+    loop.model.head.weight.data = torch.full((VOCAB, WIDTH), 0.05)
+
+
+@action(WRITE, "`p.data.copy_(tensor)`, `p.copy_(tensor)` under `no_grad`")
+def params_copied_to(loop: Loop) -> Any:
+    loop.model.head.weight.data.copy_(torch.full((VOCAB, WIDTH), 0.1))
+    with torch.no_grad():
+        loop.model.head.bias.copy_(torch.arange(VOCAB) / VOCAB)
+
+
+@action(WRITE, "`p.clamp_(-0.2, 0.2)` under `no_grad` (WGAN)")
+def params_clamped(loop: Loop) -> Any:
+    with torch.no_grad():
+        for p in loop.model.parameters():
+            p.clamp_(-0.2, 0.2)
+
+
+@action(WRITE, "`model.embed.weight[0] = 0`, `p[0].zero_()`, `p.data[1].fill_(1)`")
+def rows_written(loop: Loop) -> Any:
+    with torch.no_grad():
+        loop.model.embed.weight[0] = 0
+        loop.model.head.weight[0].zero_()
+        loop.model.head.bias.data[1:2].fill_(0.5)
+
+
+@action(WRITE, "`p.div_(p.norm(dim=1, keepdim=True))`: rows of length one")
+def rows_normalized(loop: Loop) -> Any:
+    with torch.no_grad():
+        weight = loop.model.embed.weight
+        weight.div_(weight.norm(dim=1, keepdim=True))
+
+
+@action(WRITE, "`torch._foreach_mul_(list(model.parameters()), 0.9)`")
+def params_foreach(loop: Loop) -> Any:
+    with torch.no_grad():
+        torch._foreach_mul_(list(loop.model.parameters()), 0.9)
+
+
+@action(WRITE, "`p.add_(...)` with another value on every rank: rank 0's counts")
+def params_written_unlike(loop: Loop) -> Any:
+    with torch.no_grad():
+        loop.model.head.weight.add_(0.01 * (1 + loop.rank))
+
+
+@action(WRITE, "`p.mul_(0.9)` with gradients enabled, which torch refuses")
+def params_written_with_grad(loop: Loop) -> Any:
+    try:
+        loop.model.head.weight.mul_(0.9)
+    except RuntimeError:
+        return "refused"
+    return "accepted"
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.1, generator=torch.Generator().manual_seed(module.in_features))
+        nn.init.zeros_(module.bias)
+
+
+@action(WRITE, "`model.apply(init)`, `nn.init.normal_(p)`")
+def apply_init(loop: Loop) -> Any:
+    loop.model.apply(_initialize)
+
+
+@action(WRITE, "`module.reset_parameters()`")
+def reset_parameters(loop: Loop) -> Any:
+    loop.model.blocks[0].norm.reset_parameters()
+
+
+@action(WRITE, "`model.load_state_dict(state)`")
+def load_state_dict(loop: Loop) -> Any:
+    state = {name: torch.full(value.shape, 0.1) + 0.01 * value.dim() for name, value in loop.model.state_dict().items()}
+    state["temperature"] = torch.tensor(1.0)
+    return sorted(loop.model.load_state_dict(state).missing_keys)
+
+
+@action(WRITE, "`model.load_state_dict(part, strict=False)`")
+def load_part(loop: Loop) -> Any:
+    found = loop.model.load_state_dict({"head.bias": torch.ones(VOCAB) / 2}, strict=False)
+    return len(found.missing_keys)
+
+
+@action(WRITE, "`model.load_state_dict(state, assign=True)`")
+def load_assigned(loop: Loop) -> Any:
+    state = {name: torch.full(p.shape, 0.1) for name, p in loop.model.head.named_parameters()}
+    loop.model.head.load_state_dict(state, assign=True)
+
+
+@action(WRITE, "`model.head.load_state_dict(state)`: a part")
+def load_head(loop: Loop) -> Any:
+    loop.model.head.load_state_dict({"weight": torch.full((VOCAB, WIDTH), 0.07), "bias": torch.zeros(VOCAB)})
+
+
+@action(WRITE, "`model.load_state_dict(kept state_dict())`: back to earlier values")
+def rolled_back(loop: Loop) -> Any:
+    kept = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    loop.backward()
+    loop.update()
+    loop.model.load_state_dict(kept)
+
+
+@action(WRITE, "`vector_to_parameters(vector, model.parameters())`")
+def vector_to_params(loop: Loop) -> Any:
+    with torch.no_grad():
+        vector = nn.utils.parameters_to_vector(loop.model.parameters())
+        nn.utils.vector_to_parameters(vector * 0.9, loop.model.parameters())
+
+
+@action(WRITE, "EMA weights swapped in for an evaluation, and back")
+def ema_swapped(loop: Loop) -> Any:
+    with torch.no_grad():
+        kept = {name: p.detach().clone() for name, p in loop.params()}
+        for p in loop.model.parameters():
+            p.data.copy_(p.data * 0.5)
+        loss = loop.loss().item()
+        for name, p in loop.params():
+            p.data.copy_(kept[name])
+    return Local(loss)
+
+
+@action(WRITE, "`p.normal_()` between forward and backward, of a parameter that backward needs")
+def written_before_backward(loop: Loop) -> Any:
+    loss = loop.loss()
+    try:
+        with torch.no_grad():
+            loop.model.head.weight.mul_(1.5)
+        loss.backward()
+    except RuntimeError:
+        return "refused"
+    finally:
+        loop.optimizer.zero_grad()
+    return "accepted"
+
+
+# -- losses -------------------------------------------------------------------------------------------------
+
+
+def losing(name: str, about: str, term: Any) -> None:
+    """A step on a loss to which the loop adds a term of its own."""
+
+    def act(loop: Loop) -> Any:
+        loss = loop.loss() + term(loop)
+        loss.backward()
+        loop.update()
+        return Local(loss.item())
+
+    act.__name__ = name
+    action(LOSS, about)(act)
+
+
+losing(
+    "l2_term",
+    "`+ 0.1 * sum(p.pow(2).sum() for p in model.parameters())`",
+    lambda loop: 0.1 * sum(p.pow(2).sum() for p in loop.model.parameters()),
+)
+losing("l1_term", "`+ 0.1 * model.head.weight.abs().mean()`", lambda loop: 0.1 * loop.model.head.weight.abs().mean())
+losing(
+    "term_of_unused",
+    "`+ model.spare.weight.pow(2).sum()`, of a parameter that the forward does not use",
+    lambda loop: loop.model.spare.weight.pow(2).sum(),
+)
+losing(
+    "orthogonality_term",
+    "`+ (w @ w.T - eye).norm()`",
+    lambda loop: (loop.model.spare.weight @ loop.model.spare.weight.T - torch.eye(WIDTH)).norm(),
+)
+
+
+@action(LOSS, "an L2 term computed before the forward")
+def term_before_forward(loop: Loop) -> Any:
+    term = 0.1 * sum(p.pow(2).sum() for p in loop.model.parameters())
+    loss = loop.loss() + term
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(LOSS, "a proximal term: `(p - start).pow(2)`, of values kept before")
+def proximal_term(loop: Loop) -> Any:
+    kept = [p.detach().clone() * 0.9 for p in loop.model.parameters()]
+    loss = loop.loss() + sum((p - k).pow(2).sum() for p, k in zip(loop.model.parameters(), kept, strict=True))
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(LOSS, "`model(x) * model.logit_scale.exp()` (CLIP)")
+def logit_scale(loop: Loop) -> Any:
+    loss = loop.loss(lambda x: loop.model(x) * loop.model.logit_scale.exp())
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(LOSS, "`F.linear(model.features(x), model.embed.weight)`: a weight used by the loop")
+def head_in_the_loop(loop: Loop) -> Any:
+    loss = loop.loss(lambda x: F.linear(loop.model.features(x), loop.model.embed.weight))
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(LOSS, "submodules called one by one, not `model(x)`")
+def parts_called(loop: Loop) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        hidden = loop.model.embed(x)
+        for block in loop.model.blocks:
+            hidden = block(hidden)
+        return loop.model.head(hidden)
+
+    loss = loop.loss(forward)
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(LOSS, "only `model.head(features)`, of features computed without gradients (a probe)")
+def probe(loop: Loop) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = loop.model.features(x)
+        return loop.model.head(hidden)
+
+    loss = loop.loss(forward)
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(LOSS, "a loss of NaN: backward, the step taken")
+def nan_loss(loop: Loop) -> Any:
+    kept = {name: p.detach().clone() for name, p in loop.params()}
+    (loop.loss() * float("nan")).backward()
+    norm = loop.clip(1.0)
+    loop.optimizer.zero_grad()
+    return norm, [torch.equal(kept[name], p) for name, p in loop.params()]
+
+
+@action(LOSS, "`loss / 0`: infinite gradients, looked at and dropped")
+def infinite_loss(loop: Loop) -> Any:
+    (loop.loss() / 0).backward()
+    finite = loop.model.head.weight.grad.isfinite().all().item()
+    loop.optimizer.zero_grad()
+    return finite
+
+
+@action(LOSS, "`if loss.isnan(): continue`: a forward whose loss is dropped")
+def forward_dropped(loop: Loop) -> Any:
+    loss = loop.loss()
+    return Local(loss.item())
+
+
+# -- autograd -----------------------------------------------------------------------------------------------
+
+
+@action(GRAD, "several forwards, their losses added, one backward")
+def several_forwards(loop: Loop) -> Any:
+    (loop.loss() + loop.loss() + loop.loss()).backward()
+    loop.update()
+
+
+@action(GRAD, "three forwards, then three backwards")
+def forwards_then_backwards(loop: Loop) -> Any:
+    losses = [loop.loss() for _ in range(3)]
+    for loss in losses:
+        loss.backward()
+    loop.update()
+
+
+@action(GRAD, "three forwards, then three backwards in the other order")
+def backwards_reversed(loop: Loop) -> Any:
+    losses = [loop.loss() for _ in range(3)]
+    for loss in reversed(losses):
+        loss.backward()
+    loop.update()
+
+
+@action(GRAD, "`loss.backward(retain_graph=True)`, and again")
+def retain_graph(loop: Loop) -> Any:
+    loss = loop.loss()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    loop.update()
+
+
+@action(GRAD, "`loss.backward()` twice without `retain_graph`, which torch refuses")
+def backward_twice(loop: Loop) -> Any:
+    loss = loop.loss()
+    loss.backward()
+    try:
+        loss.backward()
+    except RuntimeError:
+        return "refused"
+    finally:
+        loop.optimizer.zero_grad()
+    return "accepted"
+
+
+@action(GRAD, "`torch.autograd.backward([a, b])`")
+def backward_of_two(loop: Loop) -> Any:
+    torch.autograd.backward([loop.loss(), loop.loss()])
+    loop.update()
+
+
+@action(GRAD, "`losses.backward(gradient=weights)`")
+def backward_of_vector(loop: Loop) -> Any:
+    losses = torch.stack([loop.loss(), loop.loss()])
+    losses.backward(gradient=torch.tensor([0.3, 0.7]))
+    loop.update()
+
+
+@action(GRAD, "`loss.backward(inputs=[p])`: one parameter only")
+def backward_inputs(loop: Loop) -> Any:
+    loop.loss().backward(inputs=[loop.model.head.weight, loop.model.head.bias])
+    loop.update()
+
+
+@action(GRAD, "`torch.autograd.grad(loss, params)`, to look at")
+def autograd_grad(loop: Loop) -> Any:
+    params = [loop.model.head.weight, loop.model.blocks[0].up.weight, loop.model.embed.weight]
+    return Local([grad.clone() for grad in torch.autograd.grad(loop.loss(), params)])
+
+
+@action(GRAD, "`torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)`")
+def autograd_grad_of_all(loop: Loop) -> Any:
+    params = [p for p in loop.model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loop.loss(), params, allow_unused=True)
+    return Local([grad.clone() if grad is not None else 0.0 for grad in grads])
+
+
+@action(GRAD, "`p.grad = g` of `torch.autograd.grad`, then a step")
+def autograd_grad_assigned(loop: Loop) -> Any:
+    params = [loop.model.head.weight, loop.model.embed.weight]
+    for p, grad in zip(params, torch.autograd.grad(loop.loss(), params), strict=True):
+        p.grad = grad
+    loop.update()
+
+
+@action(GRAD, "`torch.autograd.grad(loss, hidden)`: of an activation")
+def autograd_grad_of_activation(loop: Loop) -> Any:
+    def norm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = loop.model.features(x)
+        loss = F.cross_entropy(loop.model.head(hidden).flatten(0, 1), y.flatten())
+        return torch.autograd.grad(loss, hidden)[0].norm()
+
+    return Local(loop.mean(norm).item())
+
+
+@action(GRAD, "a gradient penalty: `autograd.grad(loss, hidden, create_graph=True)`, then backward")
+def penalty_on_activation(loop: Loop) -> Any:
+    def penalized(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = loop.model.features(x)
+        loss = F.cross_entropy(loop.model.head(hidden).flatten(0, 1), y.flatten())
+        (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+        return loss + grad.pow(2).sum()
+
+    loss = loop.mean(penalized)
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(GRAD, "double backward: `autograd.grad(loss, params, create_graph=True)`, its norm sent back")
+def penalty_on_params(loop: Loop) -> Any:
+    def penalized(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(loop.model, x, y)
+        grads = torch.autograd.grad(loss, [loop.model.head.weight, loop.model.blocks[0].up.weight], create_graph=True)
+        return loss + sum(grad.pow(2).sum() for grad in grads)
+
+    loss = loop.mean(penalized)
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(GRAD, "`loss.backward(create_graph=True)`", composes=False)
+def backward_create_graph(loop: Loop) -> Any:
+    loop.loss().backward(create_graph=True)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@action(GRAD, "`torch.func.functional_call(model, params, x)` with other values")
+def functional_call(loop: Loop) -> Any:
+    params = {name: torch.full(p.shape, 0.1) for name, p in loop.params()}
+    with torch.no_grad():
+        return Local(loop.loss(lambda x: torch.func.functional_call(loop.model, params, (x,))).item())
+
+
+@action(GRAD, "`functional_call(model, dict(model.named_parameters()), x)`, then backward")
+def functional_call_of_own(loop: Loop) -> Any:
+    params = dict(loop.model.named_parameters())
+    loss = loop.loss(lambda x: torch.func.functional_call(loop.model, params, (x,)))
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(GRAD, "`torch.func.grad` over `functional_call`")
+def func_grad(loop: Loop) -> Any:
+    params = {name: p.detach() for name, p in loop.params()}
+
+    def grad(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+            return cross_entropy(lambda x: torch.func.functional_call(loop.model, values, (x,)), x, y)
+
+        return torch.func.grad(loss)(params)["head.weight"]
+
+    return Local(loop.mean(grad))
+
+
+@action(GRAD, "`torch.autograd.detect_anomaly()`")
+def detect_anomaly(loop: Loop) -> Any:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        loss = loop.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(GRAD, "`torch.utils.checkpoint` in the loop")
+def checkpointed(loop: Loop) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        hidden = loop.model.embed(x)
+        for block in loop.model.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return loop.model.head(hidden)
+
+    loss = loop.loss(forward)
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(GRAD, "`torch.autograd.graph.save_on_cpu()`, saved-tensor hooks")
+def saved_tensors(loop: Loop) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        loss = loop.loss()
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+@action(GRAD, "`torch.set_grad_enabled(False)` around a forward")
+def grad_disabled(loop: Loop) -> Any:
+    with torch.set_grad_enabled(False):
+        loss = loop.loss()
+    return Local(loss.item())
+
+
+@action(GRAD, '`torch.autocast("cpu", torch.bfloat16)` around the forward')
+def autocast(loop: Loop) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loop.loss()
+    loss.backward()
+    loop.update()
+    return Local(loss.item())
+
+
+def _scaled_step(loop: Loop, scaler: Any, loss: torch.Tensor, limit: float | None = None) -> None:
+    scaler.scale(loss).backward()
+    if limit is not None:
+        scaler.unscale_(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.model.parameters(), limit)
+    scaler.step(loop.optimizer)
+    scaler.update()
+    loop.optimizer.zero_grad()
+
+
+@action(GRAD, "`GradScaler`: scale, backward, step, update", composes=False)
+def grad_scaler(loop: Loop) -> Any:
+    scaler = loop.notes.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    _scaled_step(loop, scaler, loop.loss())
+    return scaler.get_scale()
+
+
+@action(GRAD, "`GradScaler` with `unscale_` and clipping", composes=False)
+def grad_scaler_clips(loop: Loop) -> Any:
+    scaler = loop.notes.setdefault("clipping scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    _scaled_step(loop, scaler, loop.loss(), limit=0.1)
+    return scaler.get_scale()
+
+
+@action(GRAD, "`GradScaler` on infinite gradients: the step is left out", composes=False)
+def grad_scaler_skips(loop: Loop) -> Any:
+    scaler = loop.notes.setdefault("skipping scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    _scaled_step(loop, scaler, loop.loss() * float("inf"))
+    return scaler.get_scale()
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------
+
+
+@action(EVAL, "`model.eval()`, `torch.inference_mode()`, `model.train()`")
+def inference_mode(loop: Loop) -> Any:
+    loop.model.eval()
+    with torch.inference_mode():
+        loss = loop.loss().item()
+    loop.model.train()
+    return Local(loss)
+
+
+@action(EVAL, "an evaluation between backward and step")
+def evaluated_before_step(loop: Loop) -> Any:
+    loop.backward()
+    with torch.no_grad():
+        loss = loop.loss().item()
+    loop.update()
+    return Local(loss)
+
+
+@action(EVAL, "an evaluation between forward and backward")
+def evaluated_before_backward(loop: Loop) -> Any:
+    loss = loop.loss()
+    with torch.no_grad():
+        other = loop.loss().item()
+    loss.backward()
+    loop.update()
+    return Local(other)
+
+
+@action(EVAL, "an evaluation with uneven batches: rank 0 has one more", composes=False)
+def uneven_evaluation(loop: Loop) -> Any:
+    with torch.no_grad():
+        losses = [loop.loss().item() for _ in range(2)]
+        extra = loop.batch()
+        if loop.rank == 0:
+            for x, y in extra:
+                cross_entropy(loop.model, x, y)
+    return Local(losses)
+
+
+@action(EVAL, "an evaluation on rank 0 only", composes=False)
+def evaluation_on_rank_0(loop: Loop) -> Any:
+    batch = loop.batch()
+    with torch.no_grad():
+        if loop.rank == 0:
+            loop.loss(batch=batch).item()
+
+
+@action(EVAL, "an evaluation of a submodule: `model.blocks[0](hidden)`")
+def part_evaluated(loop: Loop) -> Any:
+    with torch.no_grad():
+        return loop.model.blocks[0](torch.ones(1, 2, WIDTH))
+
+
+# -- errors -------------------------------------------------------------------------------------------------
+
+
+class _Interrupted(Exception):
+    """What a loop's own code raises."""
+
+
+@action(ERROR, "an exception in the forward, caught; training goes on")
+def error_in_forward(loop: Loop) -> Any:
+    def fail(*_: Any) -> None:
+        raise _Interrupted("in the forward")
+
+    handle = loop.model.blocks[1].register_forward_hook(fail)
+    caught = False
+    try:
+        loop.backward()
+    except _Interrupted:
+        caught = True
+    finally:
+        handle.remove()
+    loop.optimizer.zero_grad()
+    return caught
+
+
+@action(ERROR, "an exception in the backward, caught; training goes on")
+def error_in_backward(loop: Loop) -> Any:
+    def fail(grad: torch.Tensor) -> None:
+        raise _Interrupted("in the backward")
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        hidden = loop.model.embed(x)
+        hidden = loop.model.blocks[0](hidden)
+        hidden.register_hook(fail)
+        return loop.model.head(loop.model.blocks[1](hidden))
+
+    caught = False
+    try:
+        loop.loss(failing).backward()
+    except _Interrupted:
+        caught = True
+    loop.optimizer.zero_grad()
+    return caught
+
+
+@action(ERROR, "an exception in the second micro-batch, caught; both are dropped")
+def error_between_micro_batches(loop: Loop) -> Any:
+    loop.backward()
+    try:
+        error_in_forward_once(loop)
+    except _Interrupted:
+        loop.optimizer.zero_grad()
+    loop.backward()
+    loop.update()
+
+
+def error_in_forward_once(loop: Loop) -> None:
+    def fail(*_: Any) -> None:
+        raise _Interrupted("in the second micro-batch")
+
+    handle = loop.model.head.register_forward_pre_hook(fail)
+    try:
+        loop.backward()
+    finally:
+        handle.remove()
+
+
+@action(ERROR, "a wrong shape in the forward (`RuntimeError` of torch), caught")
+def wrong_shape(loop: Loop) -> Any:
+    try:
+        loop.model.head(torch.ones(2, WIDTH + 1))
+    except RuntimeError:
+        return "caught"
+    return "accepted"
+
+
+__all__: list[str] = []

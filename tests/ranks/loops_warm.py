@@ -1,0 +1,6 @@
+"""What the server of the forked children imports, so that no child has to: all actions, and what a backward imports."""
+
+from __future__ import annotations
+
+import loops_cells  # noqa: F401
+import torch._dynamo  # noqa: F401  # a first backward under hooks imports it, which takes seconds

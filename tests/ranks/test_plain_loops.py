@@ -1,0 +1,84 @@
+"""Everything that a plain loop does is equal to the plain loop, or refused with a sentence; and the docs say which.
+
+Each action of the matrix runs twice among plain steps, in every preset, with memory in common and over messages, in
+a forked child: one that crashes or hangs is told as such. Then actions follow each other in drawn order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import forked
+import loops_cells
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
+from loops_page import page
+from loops_verdicts import REFUSED, sentence_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
+NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
+SECONDS = 40
+
+forked.preload("loops_warm")
+
+
+def raced(scripts: list[tuple[tuple[str, ...], str, bool]]) -> list[Verdict]:
+    found = forked.call_each(loops_cells.cell, scripts, seconds=SECONDS)
+    return [one if isinstance(one, Verdict) else Verdict("crash", str(one)) for one in found]
+
+
+def wrong(verdict: Verdict, names: tuple[str, ...], preset: str) -> str:
+    """What is not as the table says; empty if nothing is."""
+    if verdict.kind not in ("equal", "refused"):
+        # An error of torch's own kind may carry the sentence too.
+        expected = [sentence_of(name, preset) for name in names]
+        if verdict.kind != "raw" or not any(words and words in verdict.said for words in expected):
+            return str(verdict)
+    for name, said in verdict.refused:
+        words = sentence_of(name, preset)
+        if not words:
+            return f"{name} was refused: {said}"
+        if words not in said:
+            return f"{name} was refused by other words: {said}"
+    if verdict.kind == "refused" and not verdict.refused:
+        words = sentence_of(names[0], preset)
+        return "" if words and words in verdict.said else str(verdict)
+    return ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_or_refused_by_a_sentence(name: str) -> None:
+    script = (name, "step", name, "step", "evaluate")
+    verdicts = raced([(script, preset, shares) for preset, shares in PLACES])
+    bad = []
+    for (preset, shares), verdict in zip(PLACES, verdicts, strict=True):
+        words = sentence_of(name, preset)
+        said = wrong(verdict, (name,), preset)
+        if not said and words and verdict.kind == "equal":
+            said = f"went through, but the table says that it is refused: {words}"
+        if said:
+            bad.append(f"{preset}, {'common memory' if shares else 'messages'}: {said}")
+    assert not bad, "\n".join(bad)
+
+
+@given(
+    names=st.lists(st.sampled_from([name for name, one in ACTIONS.items() if one.composes]), min_size=3, max_size=8),
+    preset=st.sampled_from(PRESETS),
+    shares=st.booleans(),
+)
+@settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_in_any_order(names: list[str], preset: str, shares: bool) -> None:
+    (verdict,) = raced([((*names, "step", "evaluate"), preset, shares)])
+    said = wrong(verdict, tuple(names), preset)
+    assert not said, f"{names} under {preset}: {said}"
+
+
+def test_the_table_knows_its_actions() -> None:
+    assert not REFUSED.keys() - ACTIONS.keys()
+    assert len(NAMES) >= 60
+
+
+def test_the_page_is_the_table() -> None:
+    assert PAGE.read_text() == page(), "python tests/ranks/loops_page.py writes docs/plain-loops.md anew"
