@@ -155,7 +155,7 @@ class Access:
         found = {number: states.get((piece.flat.name, piece.index)) for number, piece in optimizer.numbered()}
         return {
             "state": {number: state for number, state in found.items() if state},
-            "param_groups": optimizer.optimizer.state_dict()["param_groups"],
+            "param_groups": optimizer.state_dict_groups(),
         }
 
     def _whole_states(

@@ -6,7 +6,7 @@ Behind it `works.py` takes the steps, `access.py` has whole tensors, `state.py` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -34,13 +34,14 @@ from shardwise.works import Progress, Works, scaler_for
 __all__ = ["Engine", "MemoryReport", "PlanLike", "shard"]
 
 PlanLike = Plan | str | Path | Mapping[str, Any]
+OneOrSeveral = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def shard(
     model: nn.Module,
     plan: PlanLike = "zero3",
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OneOrSeveral | None = None,
     world: World | None = None,
     device: torch.device | str | None = None,
     weights: str | Path | None = None,
@@ -50,8 +51,9 @@ def shard(
     """Put every tensor of `model` and `optimizer` where `plan` says. All ranks call.
 
     `model` stays the same object, its parameters keep their names and shapes, and `optimizer` (any
-    elementwise one, or one of `shardwise.optim`, over `model.parameters()`) stays the user's own object. All ranks
-    start from rank 0's values. `plan` is a preset's name, a file, a mapping or a `Plan`; `world` is joined
+    elementwise one, or one of `shardwise.optim`, over `model.parameters()`) stays the user's own object; several,
+    each with parameters of its own, are given as a list. All ranks start from rank 0's values. `plan` is a preset's
+    name, a file, a mapping or a `Plan`; `world` is joined
     from the environment if it is not given, and is then closed with the engine.
 
     First values: those of the model; of one built inside `deferred_init()`, or on the meta device, each rank makes
@@ -74,11 +76,20 @@ def shard(
         init=init,
     )
     try:
-        return Engine(model, loaded, optimizer, world, wishes, owns_world=own_world)
+        optimizers = _several(optimizer)
+        return Engine(model, loaded, optimizers, world, wishes, owns_world=own_world)
     except BaseException as error:
         if own_world:
             world.close(error)
         raise
+
+
+def _several(optimizer: OneOrSeveral | None) -> tuple[torch.optim.Optimizer, ...]:
+    if optimizer is None:
+        return ()
+    if isinstance(optimizer, torch.optim.Optimizer) or not isinstance(optimizer, Sequence):
+        return (optimizer,)  # whatever else it is, it is vetted
+    return tuple(optimizer)
 
 
 class Engine:
@@ -88,7 +99,7 @@ class Engine:
         self,
         model: nn.Module,
         plan: Plan,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         world: World,
         wishes: Wishes,
         *,
@@ -100,10 +111,10 @@ class Engine:
         self._is_open = True
         if plan.patience_seconds is not None:
             world.be_patient(plan.patience_seconds)
-        sharding = lay(model, plan, optimizer, world, wishes)
+        sharding = lay(model, plan, optimizers, world, wishes)
         self._state = State(Saver(world, pinned=sharding.device.type == "cuda"))
         progress = Progress(scaler=scaler_for(plan))
-        self._works = Works(model, optimizer, sharding, world, progress, self._state.saver.wait_for_copy)
+        self._works = Works(model, optimizers, sharding, world, progress, self._state.saver.wait_for_copy)
         self._works.runner.close_params()
 
     @property
@@ -359,7 +370,7 @@ class Engine:
 
         `optimizer.load_state_dict` does the same."""
         self._require_open()
-        self._works.require_optimizer().optimizer.load_state_dict(dict(state))
+        self._works.require_optimizer().load_state_dict(state)
 
     # -- what people read -------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -80,18 +80,19 @@ def settings_of(plan: Plan, world: World) -> dict[str, object]:
 
 
 def lay(
-    model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer | None, world: World, wishes: Wishes
+    model: nn.Module, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World, wishes: Wishes
 ) -> Sharding:
     """Lay a plain model into flat buffers, with its first values. All ranks call.
 
     Raises `ConfigError` or `ModelError` before anything is changed.
     """
     check_same_settings(settings_of(plan, world), "plan", world)
-    check_same_settings(hyperparameters(optimizer) if optimizer is not None else {}, "optimizer", world)
+    for optimizer in optimizers:
+        check_same_settings(hyperparameters(optimizer), "optimizer", world)
     mesh = mesh_for(plan, world.size, world.local_size)
     table_for(plan, mesh)  # of a plan that does not fit the world one should hear first
     check_model(model)
-    updates = vet(optimizer, model) if optimizer is not None else {}
+    updates = vet(optimizers, model)
     check_same_everywhere(model, world)
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world)

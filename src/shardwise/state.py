@@ -123,7 +123,7 @@ def reshard(works: Works, plan: Plan) -> Works:
     check_batch_norms(model, designed, works.sharding.device)
     if works.gradients.exist():
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
-    optimizer = works.optimizer.optimizer if works.optimizer is not None else None
+    optimizers = works.optimizer.members if works.optimizer is not None else ()
     device, updates, before_change = works.sharding.device, works.sharding.updates, works.before_change
     if plan.precision != works.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
@@ -134,7 +134,7 @@ def reshard(works: Works, plan: Plan) -> Works:
     for unit in sharding.units:
         for flat in unit.flats:
             states |= belongings.move_into(flat, world.collectives(device))
-    renewed = Works(model, optimizer, sharding, world, progress, before_change)
+    renewed = Works(model, optimizers, sharding, world, progress, before_change)
     if renewed.optimizer is not None:
         for piece in renewed.optimizer.pieces:
             renewed.optimizer.put_state(piece, states.get(piece.name, {}))

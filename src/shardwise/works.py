@@ -6,10 +6,10 @@ a loop that knows nothing of engines. Another plan makes other works (`state.res
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,9 +19,9 @@ from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
-from shardwise.optim import AdoptedOptimizer, Company, hyper_digest
+from shardwise.optim import AdoptedOptimizer, Company, Piece, hyper_digest
 from shardwise.precision import LossScaler, Verdict, cast_floating
-from shardwise.runtime import BufferSync, Executor, Runner
+from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner
 from shardwise.sharding import Sharding
 from shardwise.storage import torch_dtype
 from shardwise.tensors import Owner
@@ -49,7 +49,7 @@ class Works:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         sharding: Sharding,
         world: World,
         progress: Progress,
@@ -65,10 +65,16 @@ class Works:
         self._num_micro_batches = 0
         self.is_taken_down = False
         self._hooks = ExitStack()
-        self._tie(optimizer)
+        self._tie(optimizers)
 
-    def _tie(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Hooks to programs, programs to collectives, the optimizer to its pieces."""
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise StateError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StateError(NO_COPY)
+
+    def _tie(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Hooks to programs, programs to collectives, optimizers to their pieces."""
         collectives = self.world.collectives(self.sharding.device)
         collectives.prepare(self.mesh)
         groups = {axis: self.world.group(self.mesh, axis) for axis in self.mesh.axes}
@@ -81,7 +87,7 @@ class Works:
         executor.provide("buffers", lambda _: self._buffers.share())
         executor.provide("norms", company.add_norms)
         executor.provide("update", company.hand_over)
-        self.optimizer = self._adopt(optimizer, company) if optimizer is not None else None
+        self.optimizer = self._adopt(optimizers, company) if optimizers else None
         self.runner = Runner(
             self.model,
             self.sharding.units,
@@ -105,13 +111,13 @@ class Works:
         self._hooks.callback(cast.remove)
         self._hooks.callback(self.runner.remove)
 
-    def _adopt(self, optimizer: torch.optim.Optimizer, company: Company) -> AdoptedOptimizer:
+    def _adopt(self, optimizers: Sequence[torch.optim.Optimizer], company: Company) -> AdoptedOptimizer:
         adopted = AdoptedOptimizer(
-            optimizer,
+            optimizers,
             self.flats,
             before=self._before_step,
             after=self._after_step,
-            forget=lambda set_to_none: self.zero_grad(keep=not set_to_none),
+            forget=self._forget,
             company=company,
         )
         self._hooks.callback(adopted.release)
@@ -160,7 +166,8 @@ class Works:
         """The gradient norm; `None` if more micro-batches are to come."""
         if self._num_micro_batches % self.plan.accumulate:
             return None
-        self.require_optimizer().optimizer.step()
+        for member in self.require_optimizer().members:
+            member.step()
         self.zero_grad()
         return self.progress.gradient_norm
 
@@ -171,10 +178,17 @@ class Works:
         if self.optimizer is not None:
             self.optimizer.withdraw_gradients()
 
+    def _forget(self, pieces: Sequence[Piece] | None, set_to_none: bool) -> None:
+        """`zero_grad` of one optimizer: of the only one it forgets all gradients, of one of several its own."""
+        if pieces is None:
+            self.zero_grad(keep=not set_to_none)
+        else:
+            self.gradients.zero(pieces, keep=not set_to_none)
+
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------
 
-    def _before_step(self) -> None:
-        self.world.journal.mark(hyper_digest(self.require_optimizer().optimizer))  # the next collective will compare
+    def _before_step(self, member: torch.optim.Optimizer) -> None:
+        self.world.journal.mark(hyper_digest(member))  # the next collective will compare
         self.progress.gradient_norm = self.gradients.norm_before_clipping()
         if not self.gradients.is_taken:
             return  # without gradients an optimizer changes nothing
@@ -182,14 +196,14 @@ class Works:
         if self.plan.clip_grad_norm is not None:
             self.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self.before_change()
-        self.require_optimizer().offer_gradients()
+        self.require_optimizer().offer_gradients(member)
 
     def _during_step(self) -> None:
         """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
         if self.gradients.is_taken:
             self.runner.during_step()
 
-    def _after_step(self) -> None:
+    def _after_step(self, member: torch.optim.Optimizer) -> None:
         self.require_optimizer().withdraw_gradients()
         if not self.gradients.is_taken:
             self.zero_grad()
@@ -199,7 +213,8 @@ class Works:
         self.runner.after_step()
         self.gradients.note_step()
         self._num_micro_batches = 0
-        self.progress.num_steps += 1
+        if member is self.require_optimizer().members[0]:
+            self.progress.num_steps += 1
 
     def _cast_inputs(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -367,7 +367,7 @@ def test_what_an_engine_remembers(tmp_path: Path) -> None:
         for _ in range(num_steps):
             train(engine)
             scheduler.step()
-            rates.append(engine._works.require_optimizer().optimizer.param_groups[0]["lr"])
+            rates.append(engine._works.require_optimizer().members[0].param_groups[0]["lr"])
         return rates
 
     def work(engine: sw.Engine) -> list[float]:

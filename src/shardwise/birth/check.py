@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.errors import ConfigError, ModelError
+from shardwise.storage import is_at_rest
 
 _MOST_SHOWN = 4
 
@@ -22,6 +23,22 @@ def check_model(model: nn.Module) -> torch.device:
     by_device: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         by_device.setdefault(param.device, name)
+        if is_at_rest(param):
+            raise ModelError(
+                f"Parameter {name} is sharded by an engine already. Train with that one, give it another plan with "
+                f"engine.reshard(plan), or build the model anew."
+            )
+        if param.grad is not None:
+            raise ModelError(
+                f"Parameter {name} has a gradient already, which no step of the engine would use. Call "
+                f"optimizer.zero_grad() before shard(), or shard before the first backward."
+            )
+        if param._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"Parameter {name} has a post-accumulate hook, which would see a gradient of this rank alone, before "
+                f"it is averaged, and could not change what the step uses. Remove it; between backward and step "
+                f"param.grad is the averaged gradient."
+            )
         if param.is_sparse or param.is_complex():
             raise ModelError(
                 f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded."

@@ -92,7 +92,7 @@ def content_of(
     if optimizer is not None:
         _add_states(content, optimizer, written)
         content.groups = _groups(optimizer)
-        content.optimizer = type(optimizer.optimizer).__name__
+        content.optimizer = optimizer.kind
     return content
 
 
@@ -175,7 +175,7 @@ def _groups(optimizer: AdoptedOptimizer) -> list[dict[str, Any]]:
     names: dict[Tensor, str] = {piece.tensor: piece.name for piece in optimizer.pieces}
     return [
         {"params": [names[param] for param in group["params"] if param in names], **_settings(group)}
-        for group in optimizer.optimizer.param_groups
+        for group in optimizer.groups
     ]
 
 

@@ -270,7 +270,7 @@ def _fill(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -
 
 def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -> None:
     """Each piece's states, in the memory they have already where it fits."""
-    groups = {param: group for group in optimizer.optimizer.param_groups for param in group["params"]}
+    groups = {param: group for group in optimizer.groups for param in group["params"]}
     for states in recipe.states:
         piece, group = states.piece, groups[states.piece.tensor]
         given: dict[str, Any] = {}
@@ -313,9 +313,8 @@ def _state_dtype(reader: Reader, optimizer: AdoptedOptimizer, piece: Piece, key:
 
 
 def _fill_groups(index: Index, optimizer: AdoptedOptimizer) -> None:
-    plain = optimizer.optimizer
-    for group, saved in zip(plain.param_groups, index.groups, strict=True):
-        for key, value in settings_of(saved, plain).items():
+    for group, member, saved in zip(optimizer.groups, optimizer.group_owners, index.groups, strict=True):
+        for key, value in settings_of(saved, member).items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
             else:

@@ -88,12 +88,12 @@ def check_same_groups(path: Path, index: Index, content: Content, optimizer: Ado
                 f"Group {number} of the optimizer in {path} has other parameters: {odd[0]} is in it only in {where}. "
                 f"Make the optimizer's groups as they were."
             )
-        _check_settings(path, number, settings_of(saved, optimizer.optimizer), optimizer.optimizer)
+        settings = settings_of(saved, optimizer.group_owners[number])
+        _check_settings(path, number, settings, optimizer.groups[number])
 
 
-def _check_settings(path: Path, number: int, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+def _check_settings(path: Path, number: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     """Numbers stay numbers. A setting that either side leaves open may become anything."""
-    group = optimizer.param_groups[number]
     for key, value in saved.items():
         if not _fits(value, group.get(key)):
             raise CheckpointError(
@@ -123,8 +123,8 @@ def check_same_optimizer(path: Path, reader: Reader, content: Content, optimizer
     if optimizer is None or not index.groups:
         return
     is_stateless = True
-    for saved, group in zip(index.groups, optimizer.optimizer.param_groups, strict=True):
-        needed = state_keys(optimizer.optimizer, {**group, **settings_of(saved, optimizer.optimizer)})
+    for saved, group, member in zip(index.groups, optimizer.groups, optimizer.group_owners, strict=True):
+        needed = state_keys(member, {**group, **settings_of(saved, member)})
         for name in saved["params"]:
             there = _keys_there(reader, name)
             is_stateless = is_stateless and not there

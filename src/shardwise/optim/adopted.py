@@ -6,16 +6,19 @@ group is this rank's piece (perhaps empty) of the parameter that was entry i. `o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, StateError
 from shardwise.optim.company import Company
 from shardwise.optim.cooperative import Alone, Cooperative
-from shardwise.optim.piece import Piece, pieces_of
+from shardwise.optim.piece import Piece, PieceAtRest, pieces_of
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
@@ -24,90 +27,160 @@ SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 class AdoptedOptimizer:
-    """Ties an optimizer, vetted before, to the trainable flat buffers of one model.
+    """Ties one or several optimizers, vetted before, to the trainable flat buffers of one model.
 
-    `before` and `after` are called around every step, whoever asks for it: `engine.step()` or
-    `optimizer.step()`. `forget(set_to_none)` is what `zero_grad` means. `company` answers a cooperative optimizer.
+    `before` and `after` are called around every step with the optimizer that takes it, whoever asks for it:
+    `engine.step()` or `optimizer.step()`. `forget(pieces, set_to_none)` is what `zero_grad` of the optimizer that has
+    these `pieces` means; with `None` for those that have all. `company` answers a cooperative optimizer.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        members: Sequence[torch.optim.Optimizer],
         flats: Sequence[Flat],
         *,
-        before: Callable[[], None],
-        after: Callable[[], None],
-        forget: Callable[[bool], None],
+        before: Callable[[torch.optim.Optimizer], None],
+        after: Callable[[torch.optim.Optimizer], None],
+        forget: Callable[[Sequence[Piece] | None, bool], None],
         company: Company,
     ) -> None:
-        self.optimizer = optimizer
-        self.pieces = pieces_of(optimizer, flats)
-        by_param: dict[Tensor, Piece] = {piece.flat.params[piece.index]: piece for piece in self.pieces}
-        kept = {param: _dense(optimizer, param) for param in by_param if optimizer.state.get(param)}
-        optimizer.state.clear()
-        for group in optimizer.param_groups:
-            group["params"] = [by_param[param].tensor if param in by_param else param for param in group["params"]]
+        self.members = tuple(members)
+        by_member = {member: pieces_of(member, flats) for member in members}
+        self.pieces = [piece for pieces in by_member.values() for piece in pieces]
+        self._member_of = {piece.tensor: member for member, pieces in by_member.items() for piece in pieces}
+        self._handles: list[RemovableHandle] = []
         company.meet(self.pieces)
-        if isinstance(optimizer, Cooperative):
-            optimizer.peers = company
+        for member, pieces in by_member.items():
+            self._adopt(member, pieces)
+            if isinstance(member, Cooperative):
+                member.peers = company
+            self._handles += [
+                member.register_step_pre_hook(partial(_before_step, partial(before, member))),
+                member.register_step_post_hook(lambda member, *_: after(member)),
+                member.register_load_state_dict_pre_hook(self._cut_state_dict),
+                member.register_load_state_dict_post_hook(self._guard_states),
+            ]
+            only = None if len(self.members) == 1 else pieces
+            member.zero_grad = partial(_zero_grad, partial(forget, only))  # type: ignore[method-assign]  # until release
+            member.add_param_group = _refuse_group  # type: ignore[method-assign]  # likewise
+
+    def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+        """Put pieces in the place of parameters, and cut the states that there are."""
+        by_param: dict[Tensor, Piece] = {piece.flat.params[piece.index]: piece for piece in pieces}
+        kept = {param: _dense(member, param) for param in by_param if member.state.get(param)}
+        member.state.clear()
+        for group in member.param_groups:
+            group["params"] = [by_param[param].tensor if param in by_param else param for param in group["params"]]
         for param, entry in kept.items():
             self.put_state(by_param[param], entry)
-        self._handles = [
-            optimizer.register_step_pre_hook(partial(_before_step, before)),
-            optimizer.register_step_post_hook(lambda *_: after()),
-            optimizer.register_load_state_dict_pre_hook(lambda _, state: self._cut_state_dict(state)),
-        ]
-        optimizer.zero_grad = lambda set_to_none=True: forget(set_to_none)  # type: ignore[method-assign]  # undone in release
-        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]  # undone in release
+        self._guard_states(member)
 
-    def offer_gradients(self) -> None:
+    def _guard_states(self, member: torch.optim.Optimizer) -> None:
+        names = {id(piece.flat.params[piece.index]): piece.name for piece in self.pieces}
+        member.state = StatesOfPieces(names, member.state)
+
+    # -- all of them as one -----------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        """The names of the optimizers' classes: `AdamW`, `Muon+AdamW`."""
+        return "+".join(type(member).__name__ for member in self.members)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, one after the other."""
+        return [group for member in self.members for group in member.param_groups]
+
+    @property
+    def group_owners(self) -> list[torch.optim.Optimizer]:
+        """Whose each of `groups` is."""
+        return [member for member in self.members for _ in member.param_groups]
+
+    def state_dict_groups(self) -> list[dict[str, Any]]:
+        """What the plain `state_dict()` has under `param_groups`; parameters count through all optimizers."""
+        groups, start = [], 0
+        for member in self.members:
+            own = member.state_dict()["param_groups"]
+            groups += [{**group, "params": [start + number for number in group["params"]]} for group in own]
+            start += sum(len(group["params"]) for group in own)
+        return groups
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what the plain optimizers say in `state_dict()`: of several in the form of `state_dict_groups`."""
+        start, first = 0, 0
+        if len(state["param_groups"]) != len(self.groups):
+            raise ModelError(
+                f"The state has {len(state['param_groups'])} parameter groups, the engine's optimizers have "
+                f"{len(self.groups)}."
+            )
+        for member in self.members:
+            own = state["param_groups"][first : first + len(member.param_groups)]
+            numbers = range(start, start + sum(len(group["params"]) for group in own))
+            states = {number - start: entry for number, entry in state["state"].items() if number in numbers}
+            groups = [{**group, "params": [number - start for number in group["params"]]} for group in own]
+            member.load_state_dict({**state, "state": states, "param_groups": groups})
+            start, first = numbers.stop, first + len(own)
+
+    # -- the step ---------------------------------------------------------------------------------------
+
+    def offer_gradients(self, member: torch.optim.Optimizer) -> None:
         """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone."""
         for piece in self.pieces:
-            touched = piece.flat.touched[piece.index] and piece.span.numel > 0
-            piece.tensor.grad = piece.flat.due_piece(piece.index) if touched else None
+            if self._member_of[piece.tensor] is member:
+                touched = piece.flat.touched[piece.index] and piece.span.numel > 0
+                piece.tensor.__class__ = nn.Parameter
+                piece.tensor.grad = piece.flat.due_piece(piece.index) if touched else None
 
     def withdraw_gradients(self) -> None:
         for piece in self.pieces:
-            piece.tensor.grad = None
+            if type(piece.tensor) is nn.Parameter:
+                piece.tensor.grad = None
+                piece.tensor.__class__ = PieceAtRest
+
+    # -- states -----------------------------------------------------------------------------------------
 
     @property
     def takes_states_as_they_are(self) -> bool:
         """Whether `put_state` keeps the tensors it is given; a cooperative optimizer may give them another form."""
-        return not isinstance(self.optimizer, Cooperative)
+        return not any(isinstance(member, Cooperative) for member in self.members)
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """The state of one piece as the plain optimizer has it: tensors like the piece, and numbers."""
-        return _dense(self.optimizer, piece.tensor) if self.optimizer.state.get(piece.tensor) else {}
+        member = self._member_of[piece.tensor]
+        return _dense(member, piece.tensor) if member.state.get(piece.tensor) else {}
 
     def kept_state_of(self, piece: Piece) -> dict[str, Any]:
         """The same with `narrow_keys_of` it as they are kept, for whoever only copies it."""
-        if isinstance(self.optimizer, Cooperative) and self.optimizer.state.get(piece.tensor):
-            return self.optimizer.kept_state(piece.tensor)
+        member = self._member_of[piece.tensor]
+        if isinstance(member, Cooperative) and member.state.get(piece.tensor):
+            return member.kept_state(piece.tensor)
         return self.state_of(piece)
 
     def narrow_keys_of(self, piece: Piece) -> frozenset[str]:
         """States that this optimizer keeps narrower than the plain one does."""
-        return self.optimizer.narrow_keys(piece.tensor) if isinstance(self.optimizer, Cooperative) else frozenset()
+        member = self._member_of[piece.tensor]
+        return member.narrow_keys(piece.tensor) if isinstance(member, Cooperative) else frozenset()
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Take over what `state_of` returns. Tensors of the whole parameter's shape are cut as it was."""
         cut = {key: _cut(key, value, piece) for key, value in state.items()} if piece.span.numel else {}
-        if isinstance(self.optimizer, Cooperative):
-            self.optimizer.accept_state(piece.tensor, cut)
+        member = self._member_of[piece.tensor]
+        if isinstance(member, Cooperative):
+            member.accept_state(piece.tensor, cut)
         else:
-            self.optimizer.state[piece.tensor] = cut
+            member.state[piece.tensor] = cut
 
-    def numbered(self) -> Iterator[tuple[int, Piece]]:
-        """Each piece with its number in `state_dict()`: parameters count through the groups."""
+    def numbered(self, member: torch.optim.Optimizer | None = None) -> Iterator[tuple[int, Piece]]:
+        """Each piece with its number in the `state_dict()` of `member`, or of all: they count through the groups."""
         by_tensor = {piece.tensor: piece for piece in self.pieces}
-        every = (param for group in self.optimizer.param_groups for param in group["params"])
-        for number, param in enumerate(every):
+        groups = self.groups if member is None else member.param_groups
+        for number, param in enumerate(param for group in groups for param in group["params"]):
             if param in by_tensor:
                 yield number, by_tensor[param]
 
-    def _cut_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _cut_state_dict(self, member: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """What `load_state_dict` is to load of a plain optimizer's whole state, or of this rank's own."""
-        pieces = dict(self.numbered())
+        pieces = dict(self.numbered(member))
         kept = {
             number: {key: _own(_cut(key, value, pieces[number]), value) for key, value in entry.items()}
             for number, entry in state["state"].items()
@@ -139,7 +212,8 @@ class AdoptedOptimizer:
         """Bytes of the optimizer's own states on this rank."""
         return sum(
             value.nbytes
-            for entry in self.optimizer.state.values()
+            for member in self.members
+            for entry in member.state.values()
             for value in entry.values()
             if isinstance(value, Tensor)
         )
@@ -149,18 +223,47 @@ class AdoptedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if isinstance(self.optimizer, Cooperative):
-            self.optimizer.peers = Alone()
-        for name in ("zero_grad", "add_param_group"):
-            self.optimizer.__dict__.pop(name, None)
+        for member in self.members:
+            if isinstance(member, Cooperative):
+                member.peers = Alone()
+            for name in ("zero_grad", "add_param_group"):
+                member.__dict__.pop(name, None)
 
     def give_back(self) -> None:
-        """Unhook, and give the optimizer the model's own parameters again; their states are gone from it."""
+        """Unhook, and give the optimizers the model's own parameters again; their states are gone from them."""
         self.release()
         originals: dict[Tensor, Tensor] = {piece.tensor: piece.flat.params[piece.index] for piece in self.pieces}
-        self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
+        for member in self.members:
+            member.state = defaultdict(dict)
+        for group in self.groups:
             group["params"] = [originals.get(param, param) for param in group["params"]]
+
+
+class StatesOfPieces(defaultdict[Tensor, Any]):
+    """`optimizer.state` of an adopted optimizer. Who asks by a parameter of the model is told where its state is.
+
+    `names` has the model's parameters by their ids.
+    """
+
+    def __init__(self, names: Mapping[int, str], states: Mapping[Tensor, Any]) -> None:
+        super().__init__(dict, states)
+        self._names = names
+
+    def __missing__(self, key: Tensor) -> Any:
+        if id(key) in self._names:
+            name = self._names[id(key)]
+            raise StateError(
+                f"The optimizer's state of {name} is sharded, and kept by this rank's piece of it. "
+                f"engine.get({name!r}, 'exp_avg'), say, returns the whole on all ranks, and engine.set() replaces it."
+            )
+        return super().__missing__(key)
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
+def _zero_grad(forget: Callable[[bool], None], set_to_none: bool = True) -> None:
+    forget(set_to_none)
 
 
 def _before_step(

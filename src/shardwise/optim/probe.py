@@ -8,12 +8,14 @@ compute something else without a word. Those of our own that look further say wh
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.optim.adopted import StatesOfPieces
 from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.program import States, Update
 
@@ -33,11 +35,42 @@ ADVICE = {
 OTHERWISE = "Use an elementwise optimizer such as AdamW, SGD or Adagrad, or one of shardwise.optim."
 
 
-def vet(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, Update]:
-    """How each parameter of `optimizer` is updated. Changes nothing.
+def vet(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[nn.Parameter, Update]:
+    """How each parameter of `optimizers` is updated. Changes nothing.
 
-    Raises `ModelError` unless it is elementwise, or one that says what it needs, and over parameters of `model`.
+    Raises `ModelError` unless they are elementwise, or say what they need, over parameters of `model`, and none has
+    another's.
     """
+    updates: dict[nn.Parameter, Update] = {}
+    looking_further: list[str] = []
+    for optimizer in optimizers:
+        own = _vetted(optimizer, model)
+        names = {param: name for name, param in model.named_parameters()}
+        for param in own.keys() & updates.keys():
+            raise ModelError(
+                f"{names[param]} is in two of the optimizers, so it would be updated twice. Give each parameter to one."
+            )
+        updates |= own
+        if any(update.needs_norm or update.matrix for update in own.values()):
+            looking_further.append(type(optimizer).__name__)
+    if len(looking_further) > 1:
+        raise ModelError(
+            f"{' and '.join(looking_further)} both look at whole parameters, and a step's program has a place for one "
+            f"such optimizer. Put their parameters into groups of one optimizer, or make the other elementwise."
+        )
+    return updates
+
+
+def _vetted(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, Update]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(
+            f"optimizer is a {type(optimizer).__name__}, which is no torch.optim.Optimizer. Give shard() the optimizer "
+            f"itself, or a list of several."
+        )
+    if isinstance(optimizer.state, StatesOfPieces):
+        raise ModelError(
+            f"This {type(optimizer).__name__} is another engine's already. Make a new one over model.parameters()."
+        )
     known = set(model.parameters())
     updates: dict[nn.Parameter, Update] = {}
     for number, group in enumerate(optimizer.param_groups):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,4 +106,5 @@ def _hooks_of(module: nn.Module) -> Iterator[dict[int, Callable[..., Any]]]:
 
 def _is_ours(hook: object) -> bool:
     """Whether an engine hung it there."""
-    return str(getattr(hook, "__module__", "")).startswith(OURS)
+    called = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(called, "__module__", "")).startswith(OURS)

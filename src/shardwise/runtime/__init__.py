@@ -3,7 +3,8 @@
 from shardwise.runtime.buffers import BufferSync
 from shardwise.runtime.compiled import check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
+from shardwise.runtime.hooks import NO_COPY
 from shardwise.runtime.mover import Mover
 from shardwise.runtime.runner import Runner
 
-__all__ = ["BoundBlock", "BufferSync", "Executor", "Mover", "Runner", "check_backend"]
+__all__ = ["NO_COPY", "BoundBlock", "BufferSync", "Executor", "Mover", "Runner", "check_backend"]

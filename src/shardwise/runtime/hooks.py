@@ -21,19 +21,25 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, StateError
 from shardwise.storage import Flat, Unit
 
 Tensor = torch.Tensor
 Prehook = Callable[[object], None]
 """Called by a node of autograd's graph with the gradients that it is about to use."""
+
+NO_COPY = (
+    "A sharded model cannot be copied or pickled as it is: its parameters are in the engine's memory. Build another "
+    "and load engine.state_dict() into it, on all ranks; checkpoints are written by engine.save(folder)."
+)
 
 _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -104,18 +110,13 @@ class Hooks:
         """Gather `unit` before `site` runs. Calls of `site` that are running now will be seen only as they end."""
         use = self._uses[unit.name]
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._before(unit, use, args, kwargs)
-
-        def after(_: nn.Module, args: object, output: object) -> None:  # noqa: ARG001
-            self._after(unit, use, output, open_backward)
-
         def open_backward(_: object) -> None:
             if torch.is_grad_enabled():  # backward(create_graph=True); a forward that is recomputed does not come here
                 self._listener.await_graph(unit)
             self._open_backward(unit)
 
         use.depth += num_running
+        before, after = partial(self._before, unit, use), partial(self._after, unit, use, open_backward)
         self._handles.append(site.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(site.register_forward_hook(after, always_call=True))
         self._hook_root()
@@ -141,7 +142,18 @@ class Hooks:
 
     # -- forward ----------------------------------------------------------------------------------------
 
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise StateError(NO_COPY)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise StateError(NO_COPY)
+
     def _enter_root(self, _: nn.Module, args: object) -> None:  # noqa: ARG002
+        if peek_interpreter_stack() is not None:
+            raise StateError(
+                "A sharded model was called inside a torch.func transform (grad, vmap, jvp, ...), which would compute "
+                "with memory that comes and goes. Use loss.backward() or torch.autograd.grad()."
+            )
         if not in_backward():
             self._listener.enter_root()
 
@@ -159,7 +171,7 @@ class Hooks:
         """Whether a backward was begun whose end never came; asked while none runs."""
         return self._awaits_end
 
-    def _before(self, unit: Unit, use: _Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, unit: Unit, use: _Use, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if in_backward():
             self._open_backward(unit)
             use.recomputed.append(self._watch_inputs(unit, (args, kwargs)))
@@ -169,7 +181,15 @@ class Hooks:
             self._listener.before_forward(unit)
             use.call = self._watch_inputs(unit, (args, kwargs))
 
-    def _after(self, unit: Unit, use: _Use, output: object, open_backward: Prehook) -> None:
+    def _after(
+        self,
+        unit: Unit,
+        use: _Use,
+        open_backward: Prehook,
+        _: nn.Module,
+        args: object,
+        output: object,  # noqa: ARG002
+    ) -> None:
         if in_backward():
             call = use.recomputed.pop() if use.recomputed else None
             _watch_outputs(output, self._opening(unit, use, call, open_backward))

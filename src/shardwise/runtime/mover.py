@@ -31,6 +31,7 @@ class Mover:
         self._groups = groups
         self._journal = collectives.journal
         self._name = flat.name
+        self._gathering = f"gather of {flat.name}"
         self._coordinate = {axis: group.index for axis, group in groups.items()}
         self._wire = torch_dtype(flat.spec.table.wire)
         self._spans: dict[Axes, Span] = {}
@@ -77,7 +78,8 @@ class Mover:
         self._arriving = self._collectives.all_gather(gathered, group)
 
     def _count_read(self, gathered: Tensor, group: Group) -> None:
-        """What the others read of this rank's, as if it had been sent."""
+        """What the others read of this rank's, as if it had been sent: ranks that differ are told of it as then."""
+        self._journal.mark(self._gathering)
         ledger, num_ranks = self._collectives.ledger, len(group.ranks)
         ledger.called("gather", group.axis)
         ledger.sent("gather", group.axis, (num_ranks - 1) * (gathered.nbytes // num_ranks))

@@ -1,7 +1,7 @@
 """Units chosen from a module tree, and the flat memory they live in."""
 
 from shardwise.storage.dtypes import torch_dtype
-from shardwise.storage.flat import Flat, FullState
+from shardwise.storage.flat import AtRest, Flat, FullState, is_at_rest
 from shardwise.storage.inbox import Inbox
 from shardwise.storage.memory import is_dense
 from shardwise.storage.overlap import agrees, copy_into, may_overlap
@@ -11,6 +11,7 @@ from shardwise.storage.shared import share
 from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
+    "AtRest",
     "Flat",
     "FullState",
     "Inbox",
@@ -20,6 +21,7 @@ __all__ = [
     "agrees",
     "choose_units",
     "copy_into",
+    "is_at_rest",
     "is_dense",
     "make_unit",
     "may_overlap",

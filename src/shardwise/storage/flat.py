@@ -41,6 +41,17 @@ class FullState(Enum):
     READY = "ready"
 
 
+class AtRest:
+    """What the class of every parameter at rest is a subclass of."""
+
+    __slots__ = ()
+
+
+def is_at_rest(param: object) -> bool:
+    """Whether `param` is a parameter of some engine's, outside of a computation."""
+    return isinstance(param, AtRest)
+
+
 class Flat:
     """One flat buffer on one rank: the parameters' bytes at rest and whole, and their gradients.
 

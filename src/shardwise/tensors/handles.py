@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import StateError
+from shardwise.storage import AtRest
 
 Tensor = torch.Tensor
 Step = Callable[[Tensor], Tensor]
@@ -87,8 +88,8 @@ class Home(Source, Protocol):
     def refuse_hook(self) -> NoReturn: ...
 
 
-class AtRest:
-    """What the class of every parameter at rest is a subclass of."""
+class Resting(AtRest):
+    """A parameter at rest that knows where it is."""
 
     __slots__ = ()
 

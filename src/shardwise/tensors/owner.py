@@ -15,7 +15,7 @@ from shardwise.gradients import Gradients
 from shardwise.placement import Slot
 from shardwise.runtime import Mover, Runner
 from shardwise.storage import Flat, Unit
-from shardwise.tensors.handles import AtRest, Whole
+from shardwise.tensors.handles import Resting, Whole
 from shardwise.tensors.use import plainly, use
 
 Tensor = torch.Tensor
@@ -168,7 +168,7 @@ class ParamHome:
             raise ModelError(f"{self.name} has shape {list(self.slot.shape)}, but the gradient {list(value.shape)}.")
         if value is not None and not value.is_floating_point():
             raise ModelError(f"{self.name} is {self.param.dtype}, but the gradient {value.dtype}.")
-        whole = value.clone() if isinstance(value, AtRest | Whole) else value
+        whole = value.clone() if isinstance(value, Resting | Whole) else value
         self._owner.gradients.assign(self._flat, self._index, whole)
 
     # -- what is refused --------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def _resting_type(plain: type, owner: Owner) -> type:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if owner.is_closed and func is Tensor.copy_ and isinstance(args[0], AtRest):
+        if owner.is_closed and func is Tensor.copy_ and isinstance(args[0], Resting):
             owner.revive(owner.home_of(args[0]))
             return func(*args, **(kwargs or {}))
         return use(func, args, kwargs or {})
@@ -289,4 +289,4 @@ def _resting_type(plain: type, owner: Owner) -> type:
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
     }
-    return type(plain)(plain.__name__, (AtRest, plain), members)
+    return type(plain)(plain.__name__, (Resting, plain), members)

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.tensors import uses
-from shardwise.tensors.handles import AtRest, Home, Source, Whole
+from shardwise.tensors.handles import Home, Resting, Source, Whole
 
 Tensor = torch.Tensor
 Function = Callable[..., Any]
@@ -26,8 +26,8 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if func in uses.METADATA:
         return plainly(func, args, kwargs)
     leaves, form = tree_flatten((args, dict(kwargs)))
-    handles = [leaf for leaf in leaves if isinstance(leaf, AtRest | Whole)]
-    homes = [handle.home() for handle in handles if isinstance(handle, AtRest)]
+    handles = [leaf for leaf in leaves if isinstance(leaf, Resting | Whole)]
+    homes = [handle.home() for handle in handles if isinstance(handle, Resting)]
     for home in homes:
         home.require_open()
     if homes and homes[0].is_computing:
@@ -36,7 +36,7 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         if not any(isinstance(handle, Whole) for handle in handles):
             return plainly(func, args, kwargs)
     special = _SPECIAL.get(func)
-    if special is not None and args and isinstance(args[0], AtRest | Whole):
+    if special is not None and args and isinstance(args[0], Resting | Whole):
         return special(func, args, kwargs)
     if args and isinstance(args[0], Whole) and not args[0].steps and len(handles) == 1:
         known = _without_gathering(func, args[0], args[1:], kwargs)
@@ -63,7 +63,7 @@ def _without_gathering(func: Function, whole: Whole, args: tuple[Any, ...], kwar
 # -- any function: run on the values ----------------------------------------------------------------------
 
 
-def _run(func: Function, leaves: list[Any], form: Any, handles: list[AtRest | Whole]) -> Any:
+def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | Whole]) -> Any:
     differentiates = torch.is_grad_enabled() and any(plainly(uses.GET_REQUIRES_GRAD, [one], {}) for one in handles)
     with ExitStack() as stack:
         opened = _opened(handles, stack)
@@ -84,11 +84,11 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[AtRest | Wh
         return _given_back(result, func, leaves, form, handles, seen, opened, differentiates=differentiates)
 
 
-def _opened(handles: list[AtRest | Whole], stack: ExitStack) -> dict[Source, Tensor]:
+def _opened(handles: list[Resting | Whole], stack: ExitStack) -> dict[Source, Tensor]:
     """The values of everything that `handles` stand for, each once, in the order in which they are named."""
     sources: dict[Source, None] = {}
     for handle in handles:
-        sources[handle.home() if isinstance(handle, AtRest) else handle.source] = None
+        sources[handle.home() if isinstance(handle, Resting) else handle.source] = None
     return {source: stack.enter_context(source.opened()) for source in sources}
 
 
@@ -97,7 +97,7 @@ def _given_back(
     func: Function,
     leaves: list[Any],
     form: Any,
-    handles: list[AtRest | Whole],
+    handles: list[Resting | Whole],
     seen: Mapping[int, Tensor],
     opened: Mapping[Source, Tensor],
     *,
@@ -113,7 +113,7 @@ def _given_back(
         for handle in handles:
             if value is seen[id(handle)]:
                 return handle
-        if isinstance(value, AtRest) or plainly(Tensor.untyped_storage, [value], {})._cdata not in storages:
+        if isinstance(value, Resting) or plainly(Tensor.untyped_storage, [value], {})._cdata not in storages:
             return value
         if differentiates or len(handles) != 1:
             return plainly(Tensor.clone, [value], {})
@@ -122,7 +122,7 @@ def _given_back(
     return tree_unflatten([kept(number, value) for number, value in enumerate(results)], result_form)
 
 
-def _view(func: Function, leaves: list[Any], form: Any, handle: AtRest | Whole, number: int, like: Tensor) -> Whole:
+def _view(func: Function, leaves: list[Any], form: Any, handle: Resting | Whole, number: int, like: Tensor) -> Whole:
     """The `number`-th result of `func`, which is a view of what `handle` stands for."""
 
     def again(values: Tensor) -> Tensor:
@@ -135,9 +135,9 @@ def _view(func: Function, leaves: list[Any], form: Any, handle: AtRest | Whole, 
 
 
 @contextmanager
-def _saving_homes(opened: Mapping[Source, Tensor], handles: Iterable[AtRest | Whole]) -> Iterator[None]:
+def _saving_homes(opened: Mapping[Source, Tensor], handles: Iterable[Resting | Whole]) -> Iterator[None]:
     """Inside, autograd saves of parameters that come and go where to find them: they are gathered in the backward."""
-    homes: dict[Source, Home] = {home: home for home in (one.home() for one in handles if isinstance(one, AtRest))}
+    homes: dict[Source, Home] = {home: home for home in (one.home() for one in handles if isinstance(one, Resting))}
     by_storage = {
         plainly(Tensor.untyped_storage, [values], {})._cdata: homes[source]
         for source, values in opened.items()
@@ -164,7 +164,7 @@ def _saving_homes(opened: Mapping[Source, Tensor], handles: Iterable[AtRest | Wh
 
 
 def _get_grad(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
-    return args[0].home().gradient() if isinstance(args[0], AtRest) else None
+    return args[0].home().gradient() if isinstance(args[0], Resting) else None
 
 
 def _set_grad(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001
@@ -179,9 +179,9 @@ def _detach(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Wh
 
 def _set_data(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ARG001
     handle, value = args
-    if value is handle or (isinstance(value, Whole) and isinstance(handle, AtRest) and value.source is handle.home()):
+    if value is handle or (isinstance(value, Whole) and isinstance(handle, Resting) and value.source is handle.home()):
         return
-    if isinstance(handle, AtRest):
+    if isinstance(handle, Resting):
         handle.home().require_alike(value)
     with torch.no_grad():
         handle.copy_(value)
@@ -191,11 +191,11 @@ def _copy(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     """A parameter that is overwritten need not be gathered."""
     handle: Any = args[0]
     value = args[1] if len(args) > 1 else kwargs.get("src", kwargs.get("other"))
-    if not isinstance(handle, AtRest) or not isinstance(value, Tensor) or torch.is_grad_enabled():
+    if not isinstance(handle, Resting) or not isinstance(value, Tensor) or torch.is_grad_enabled():
         return _generic(func, args, kwargs)
     home, like = handle.home(), plainly(Tensor.detach, [handle], {})
     values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    values.copy_(_generic(Tensor.clone, (value,), {}) if isinstance(value, AtRest | Whole) else value)
+    values.copy_(_generic(Tensor.clone, (value,), {}) if isinstance(value, Resting | Whole) else value)
     home.take_over(values)
     return handle
 
@@ -217,14 +217,14 @@ def _copied(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _alike(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if isinstance(args[0], AtRest):
+    if isinstance(args[0], Resting):
         return plainly(func, args, kwargs)
     return func(torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
 
 
 def _storage(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG001
     handle = args[0]
-    (handle.home() if isinstance(handle, AtRest) else handle.source).refuse(uses.STORAGE[func])
+    (handle.home() if isinstance(handle, Resting) else handle.source).refuse(uses.STORAGE[func])
 
 
 def _requires_grad(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -245,7 +245,7 @@ def _post_accumulate(_: Function, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def _generic(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     leaves, form = tree_flatten((args, dict(kwargs)))
-    return _run(func, leaves, form, [leaf for leaf in leaves if isinstance(leaf, AtRest | Whole)])
+    return _run(func, leaves, form, [leaf for leaf in leaves if isinstance(leaf, Resting | Whole)])
 
 
 _SPECIAL: dict[Function, Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any]] = {
@@ -283,6 +283,6 @@ def _are_numbers(values: Iterable[Any]) -> bool:
     return all(
         value is None
         or isinstance(value, numbers.Number)
-        or (isinstance(value, Tensor) and not isinstance(value, AtRest | Whole) and value.dim() == 0)
+        or (isinstance(value, Tensor) and not isinstance(value, Resting | Whole) and value.dim() == 0)
         for value in values
     )
