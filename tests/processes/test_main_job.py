@@ -32,7 +32,7 @@ def environment() -> dict[str, str]:
 
 def run(out: Path, *more: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(out, *more, nproc=nproc), env=environment(), capture_output=True, text=True, timeout=60
+        command(out, *more, nproc=nproc), env=environment(), capture_output=True, text=True, timeout=100
     )
 
 
