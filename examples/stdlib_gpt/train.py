@@ -180,8 +180,10 @@ def save(run: Run, step: int) -> None:
 
 def resume(run: Run) -> int | None:
     """How many steps the last checkpoint has behind it, everything restored; None for a fresh start."""
+    run.engine.claim(run.checkpoints)  # of two jobs in one folder the second is told before it touches anything
     if run.args.fresh and run.world.rank == 0:
-        shutil.rmtree(run.checkpoints, ignore_errors=True)
+        for path in run.checkpoints.glob("[!.]*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     run.world.barrier()  # nobody looks for checkpoints before rank 0 has cleared them away
     resumed = run.engine.resume(run.checkpoints)
     if resumed is None:

@@ -246,6 +246,15 @@ class Engine:
             self._works, Path(folder), step, state or {}, wait=wait, keep=keep or Keep(), metrics=metrics or {}
         )
 
+    def claim(self, folder: str | Path) -> None:
+        """Take the right to write into `folder` now, as the first `save` there does. All ranks call.
+
+        Before a job writes anything of its own beside its checkpoints: raises `CheckpointError` on all ranks if another
+        job that lives writes there. The right ends with the engine.
+        """
+        self._require_open()
+        self._state.saver.claim(Path(folder))
+
     def remember(self, **objects: Stateful) -> None:
         """Keep what these objects say in `state_dict()` in every checkpoint, each rank its own; `resume` gives it back.
 

@@ -205,6 +205,8 @@ def two_jobs(path: Path) -> str:
     assert os.read(reader, 1) == b"!"
     engine = build()
     give_all(engine, 2)
+    letter = refusal_of(lambda: engine.claim(path))  # at the start, before anything is written
+    assert f"is being written to by process {pid} on" in letter, letter
     letter = refusal_of(lambda: save(engine, path, 2, wait=False))
     assert f"is being written to by process {pid} on" in letter, letter
     os.kill(pid, signal.SIGKILL)  # not asked after yet: it is a zombie, and counts as gone

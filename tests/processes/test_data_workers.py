@@ -89,14 +89,17 @@ def test_what_cannot_be_pickled_is_refused() -> None:
 
 
 SCRIPT = """
-import os, signal, sys
+import itertools, os, signal, sys, time
 import torch
 import shardwise as sw
 
 class Rows(torch.utils.data.Dataset):
+    calls = itertools.count()
     def __len__(self):
         return 64
     def __getitem__(self, index):
+        if next(self.calls) >= 4 and "die" in sys.argv:
+            time.sleep(60)  # in the middle of a batch when the rank dies
         return torch.tensor([index, os.getpid()])
 
 def main():
@@ -108,6 +111,7 @@ def main():
         if "die" in sys.argv:
             print("worker", batch[0, 1].item())
             world.barrier()
+            time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":

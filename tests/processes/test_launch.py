@@ -546,4 +546,9 @@ class TestSignals:
         pids = [bench.pid("pid0"), bench.pid("pid1")]
         assert all(map(is_alive, pids))
         launcher.kill()
-        wait_until(lambda: not any(map(is_alive, pids)), "ranks outlive their launcher", seconds=3)
+        wait_until(lambda: not any(map(is_alive, pids)), "ranks outlive their launcher", seconds=10)
+        (left,) = bench.path.glob("shardwise-*")
+        bench.write("short.py", "import pathlib; print(len(list(pathlib.Path('.').glob('shardwise-*'))))")
+        assert bench.run("short.py").stdout == "1\n"  # its own; that of the dead is gone
+        assert not left.exists()
+        assert not list(bench.path.glob("*shardwise-*"))

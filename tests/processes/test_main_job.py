@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.checkpoint.lock import FolderLock
 from shardwise.monitor import Record, read_record
 
 REPOSITORY = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ def environment() -> dict[str, str]:
 
 def run(out: Path, *more: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(out, *more, nproc=nproc), env=environment(), capture_output=True, text=True, timeout=60
+        command(out, *more, nproc=nproc), env=environment(), capture_output=True, text=True, timeout=100
     )
 
 
@@ -59,6 +60,21 @@ def test_a_run_leaves_its_artefacts_and_goes_on_at_another_size(tmp_path: Path) 
     assert [step for step, _ in losses(out)] == [1, 2, 3, 4, 5, 6, 7, 8]
     resumed = [line for line in record(out).lines if line["kind"] == "resume"]
     assert [(line["step"], line["world_size"]) for line in resumed] == [(6, 1)]
+
+
+def test_a_second_job_in_the_same_folder_touches_nothing(tmp_path: Path) -> None:
+    """This process has the folder, as an earlier job would."""
+    out = tmp_path / "run"
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "record.jsonl").write_text("the first job's record\n")
+    lock = FolderLock(out / "checkpoints")
+    lock.acquire()
+    second = run(out, "--steps", "2", "--fresh", nproc=1)
+    assert second.returncode == 1
+    assert f"is being written to by process {os.getpid()} on" in second.stderr
+    assert (out / "record.jsonl").read_text() == "the first job's record\n"
+    lock.check()
+    lock.release()
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:

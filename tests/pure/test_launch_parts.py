@@ -12,6 +12,7 @@ import pytest
 
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import Job, StopRequest, rank_environment
+from shardwise.launch.folder import Folder
 from shardwise.launch.outcome import Outcome, first_failure, read_outcome
 from shardwise.launch.report import letter, stop_line
 
@@ -189,6 +190,21 @@ class TestLetter:
         assert stop_line(outcomes, signal.SIGINT, 1) == (
             "ended by SIGINT; 1 of 2 ranks ended by themselves, 1 had to be killed."
         )
+
+
+class TestFolder:
+    def test_those_of_the_dead_go_and_no_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        (tmp_path / "shardwise-dead").mkdir()
+        (tmp_path / "shardwise-dead" / "launcher.lock").touch()
+        (tmp_path / "shardwise-of-the-user").mkdir()
+        with Folder(None) as living:
+            ours = living.files(0, 0).error.parents[2]
+            assert not (tmp_path / "shardwise-dead").exists()
+            with Folder(None):
+                assert ours.exists()
+                assert len(list(tmp_path.glob("shardwise-*"))) == 3
+        assert [path.name for path in tmp_path.iterdir()] == ["shardwise-of-the-user"]
 
 
 class TestJob:

@@ -92,6 +92,11 @@ class Saver:
         self._locks: dict[Path, FolderLock] = {}
         self._metrics: dict[Path, dict[str, float]] = {}
 
+    def claim(self, folder: Path) -> None:
+        """Take the right to write into `folder`, until `close`. All ranks call; if one fails, all raise."""
+        what = f"{folder} is not for this job"
+        self._agree(lambda: self._hold(folder) if self._world.rank == 0 else None, what, None)
+
     def save(self, target: Path, make: Callable[[], tuple[Request, Content]], *, wait: bool = True) -> Path:
         """Write the checkpoint `target`, then point `latest` at it. All ranks call.
 
@@ -188,6 +193,13 @@ class Saver:
 
     def _open(self, folder: Path, draft: Path) -> int:
         """Make the draft, in a folder that is ours; returns how many bytes are free there."""
+        self._hold(folder)
+        free = shutil.disk_usage(folder).free
+        draft.mkdir()
+        return free
+
+    def _hold(self, folder: Path) -> None:
+        """Make sure that `folder` is there, and ours."""
         folder.mkdir(parents=True, exist_ok=True)
         lock = self._locks.get(folder)
         if lock is None:
@@ -196,9 +208,6 @@ class Saver:
                 folders.tidy(folder)
             self._locks[folder] = lock
         lock.check()
-        free = shutil.disk_usage(folder).free
-        draft.mkdir()
-        return free
 
     def _agree(self, work: Callable[[], Result], what: str, draft: Path | None) -> list[Result]:
         """Do `work` on every rank and learn how all of them fared; if one failed, all raise, and `draft` goes."""

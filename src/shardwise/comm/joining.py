@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import logging
 import socket
 import time
@@ -120,7 +121,11 @@ def open_process_group(
 def _listen(port: int) -> socket.socket:
     """As torch would, but that a port which is taken is told by us alone."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise  # else the system knows the sixth version, and is forbidden to use it
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 

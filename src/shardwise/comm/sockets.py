@@ -1,11 +1,18 @@
-"""The TCP connections that somebody else opened in this process: to know which they are, and to shut them down."""
+"""The TCP connections that gloo opened in this process: to know which they are, and to shut them down.
+
+[Note: whose connections] gloo does not tell its descriptors. What is connected after it has met the others, and was not
+before, may as well belong to a library that another thread was using just then. But a connection between two ranks has
+its other end in another rank, with the two ports the other way round: so ranks tell each other what they found, and
+keep what is mirrored. Nothing else is ever shut down.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -18,6 +25,12 @@ class Sockets:
 
     def __init__(self) -> None:
         self.ports: dict[int, _Ports] = {}
+
+    def keep_mirrored(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+        """Drop what does not lead to another rank. All ranks call; `exchange` gives everybody's message, by rank."""
+        told = [json.loads(message) for message in exchange(json.dumps(list(self.ports.values())).encode())]
+        mirrored = {(there, here) for other, ports in enumerate(told) if other != rank for here, there in ports}
+        self.ports = {descriptor: ports for descriptor, ports in self.ports.items() if ports in mirrored}
 
     def shut_down(self) -> None:
         """Both ends of each see it closed, whoever is blocked on it. Listening sockets are never among them: shutting

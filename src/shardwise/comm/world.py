@@ -123,6 +123,8 @@ class World:
             local_size=number_in(env, "LOCAL_WORLD_SIZE", 0),
         )
         world._process_groups = [None if owns else gloo]
+        sockets.keep_mirrored(world.rank, world.exchange)
+        world._host.ledger.clear()
         if (gpu := gpu_of(env)) is not None:
             world._nccl = Nccl(_world_group(), gpu, world.journal)
         return world

@@ -7,8 +7,10 @@ the transform once, then numbers of steps, and gives back batches.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import signal
+import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -148,6 +150,7 @@ def _packed_feed(feed: IndexedFeed) -> bytes:
 def _serve(pipe: Connection, feed: bytes) -> None:
     """The life of a worker process; it ends when the other end of `pipe` is closed, or its owner is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the owner decides
+    threading.Thread(target=_end_with_the_owner, name="shardwise-owner", daemon=True).start()
     torch.set_num_threads(1)
     maker = unpacked(feed)
     while True:
@@ -156,6 +159,14 @@ def _serve(pipe: Connection, feed: bytes) -> None:
             pipe.send_bytes(_answer(maker, step))
         except (EOFError, OSError):  # nobody is there any more
             return
+
+
+def _end_with_the_owner() -> None:
+    """Whatever is being made: nobody will fetch it. The pipe alone would tell once the batch is done."""
+    owner = multiprocessing.parent_process()
+    if owner is not None:
+        owner.join()
+        os._exit(1)
 
 
 def _answer(feed: IndexedFeed, step: int) -> bytes:

@@ -1,7 +1,14 @@
-"""Where the records of a job's ranks are kept: the user's log directory, or one that goes away."""
+"""Where the records of a job's ranks are kept: the user's log directory, or one that goes away.
+
+[Note: folders of the dead] A launcher that is killed leaves its folder behind, and the next one of the same user takes
+it away. It knows by a lock that the system lets go of with the process; a process number would not tell, where the
+temporary directory is that of several containers.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,13 +16,23 @@ from pathlib import Path
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.ranks import RankFiles
 
+_LOCK = "launcher.lock"
+
 
 class Folder:
     """`attempt-<k>/rank-<n>/` with `error.json`, and with a log directory `stdout.log`, `stderr.log`."""
 
     def __init__(self, log_dir: Path | None) -> None:
         self._keep = log_dir is not None
-        self._root = log_dir.absolute() if log_dir else Path(tempfile.mkdtemp(prefix="shardwise-"))
+        self._lock = -1
+        if log_dir is not None:
+            self._root = log_dir.absolute()
+            return
+        clear_away()
+        draft = Path(tempfile.mkdtemp(prefix=".shardwise-"))
+        self._lock = os.open(draft / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._root = draft.rename(draft.with_name(draft.name[1:]))  # nobody sees it unlocked
 
     def files(self, attempt: int, rank: int) -> RankFiles:
         """The paths of one rank."""
@@ -43,3 +60,20 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         if not self._keep:
             shutil.rmtree(self._root, ignore_errors=True)
+            os.close(self._lock)
+
+
+def clear_away() -> None:
+    """Remove what launchers of this user that are dead have left; see [Note: folders of the dead]."""
+    for folder in Path(tempfile.gettempdir()).glob("shardwise-*"):
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR)
+        except OSError:  # not of a launcher, or of another user
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # its launcher lives
+        finally:
+            os.close(lock)

@@ -40,7 +40,7 @@ class PieceAtRest(nn.Parameter):
         if func == _GET_GRAD:
             raise StateError(
                 "The parameters in an optimizer's groups are this rank's pieces of the model's, and have gradients "
-                "only while it takes a step. Take those of model.parameters(), and clip with engine.clip_grad_norm_() or "
+                "only while it takes a step. Take those of model.parameters(); clip by engine.clip_grad_norm_(), or by "
                 "torch's function over model.parameters(). A GradScaler finds none either: `precision: fp16` in the "
                 "plan scales the loss by itself."
             )

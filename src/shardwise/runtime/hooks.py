@@ -188,7 +188,7 @@ class Hooks:
         open_backward: Prehook,
         _: nn.Module,
         args: object,
-        output: object,  # noqa: ARG002
+        output: object,
     ) -> None:
         if in_backward():
             call = use.recomputed.pop() if use.recomputed else None
