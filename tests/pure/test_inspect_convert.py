@@ -36,7 +36,7 @@ def test_help_does_not_wait_for_torch(verb: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: shardwise" in done.stdout
     assert convert.TARGETS == TARGETS
-    assert convert.DTYPES == tuple(DTYPES)
+    assert tuple(DTYPES) == convert.DTYPES
 
 
 def test_inspect_in_json(capsys: pytest.CaptureFixture[str]) -> None:
