@@ -318,6 +318,35 @@ def test_names_of_the_hub_and_old_files_fit(tmp_path: Path) -> None:
         assert torch.equal(done.source.read(spec), model.state_dict()[spec.name])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_head": "many"},
+        {"n_head": 5},
+        {"n_embd": -8},
+        {"n_layer": [1]},
+        {"model_type": "nothing"},
+        {"model_type": None, "auto_map": {"AutoConfig": "evil.Config"}},
+        {"vocab_size": 1e30},
+    ],
+)
+def test_a_damaged_configuration_has_a_sentence(change: dict[str, Any], tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    config = _config(tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match="does not describe a GPT2LMHeadModel"):
+        sw.convert(tmp_path / "theirs", tmp_path / "out", "shardwise")
+
+
+@pytest.mark.parametrize("name", ["pipeline", "Trainer", "AutoModel", "__name__", 3, "evil.Model"])
+def test_only_models_are_built_of_a_configuration(name: Any, tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    config = _config(tmp_path / "theirs") | {"architectures": [name]}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    done = sw.convert(tmp_path / "theirs", tmp_path / "out", "shardwise")
+    assert any("Names are as in the files" in note for note in done.notes)
+
+
 def test_weights_that_transformers_rearranges_are_refused_with_the_way_out(tmp_path: Path) -> None:
     mixtral().save_pretrained(tmp_path / "theirs")
     with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.mlp\..* from_pretrained, shard it"):
