@@ -328,6 +328,7 @@ def test_what_the_files_of_dcp_hold_is_compared(tmp_path: Path) -> None:
     assert "a piece of model.w that is not as its metadata says" in problem
     cut = dcp(tmp_path / "cut") / "__0_0.distcp"
     cut.write_bytes(cut.read_bytes()[:1500])
+    assert any("has 1500 bytes instead of" in problem for problem in sw.inspect(cut.parent).problems)
     assert any("it was cut" in problem for problem in sw.inspect(cut.parent, verify=True).problems)
     pipe = dcp(tmp_path / "pipe") / "__0_0.distcp"
     pipe.unlink()

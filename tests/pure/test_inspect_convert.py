@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from shardwise.cli import convert
 from shardwise.cli.main import main
+from shardwise.formats import DTYPES, TARGETS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 
@@ -22,6 +26,17 @@ def test_inspect_prints_what_is_there(capsys: pytest.CaptureFixture[str]) -> Non
     assert "blocks.0.up.weight" in out
     assert "every tensor could be read" in out
     assert "global_samples" in out
+
+
+@pytest.mark.parametrize("verb", ["inspect", "convert"])
+def test_help_does_not_wait_for_torch(verb: str) -> None:
+    code = "import sys; from shardwise.cli.main import main; main([sys.argv[1], '--help'])"
+    code += "; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, verb], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: shardwise" in done.stdout
+    assert convert.TARGETS == TARGETS
+    assert tuple(DTYPES) == convert.DTYPES
 
 
 def test_inspect_in_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +69,29 @@ def test_a_damaged_checkpoint_has_a_status_and_a_sentence(tmp_path: Path, capsys
     assert main(["inspect", str(tmp_path / "run")]) == 0
     assert main(["inspect", str(tmp_path / "run"), "--verify"]) == 1
     assert "damaged" in capsys.readouterr().out
+
+
+def test_a_file_that_was_cut_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    arguments = ["convert", str(FIXTURES / "zero2"), str(run), "--to", "shardwise", "--max-file-size", "1KiB"]
+    assert main(arguments) == 0
+    first, second, *_ = sorted(run.glob("*/*.safetensors"))
+    size = first.stat().st_size
+    first.write_bytes(first.read_bytes()[:100])
+    second.unlink()
+    capsys.readouterr()
+    assert main(["inspect", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "cut: " in out
+    assert f"({size} bytes)" in out
+    assert "missing; " in out
+    assert f"{first.name} has 100 bytes instead of {size}".replace(" ", "") in "".join(out.split())
+    assert main(["inspect", str(run), "--json"]) == 1
+    said = {file["name"]: file for file in json.loads(capsys.readouterr().out)["files"]}
+    assert (said[first.name]["bytes"], said[first.name]["bytes_there"]) == (size, 100)
+    assert said[second.name]["bytes_there"] is None
+    assert main(["inspect", str(run), "--verify"]) == 1
+    assert "instead of" in capsys.readouterr().out
 
 
 def test_a_long_list_is_cut_unless_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

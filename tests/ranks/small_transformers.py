@@ -26,6 +26,22 @@ def llama(**changes: Any) -> nn.Module:
     return library().LlamaForCausalLM(library().LlamaConfig(**sizes, **ATTENTION, **changes))
 
 
+def vit() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return library().ViTForImageClassification(
+        library().ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=5, hidden_dropout_prob=0.0)
+    )
+
+
+def qwen_moe() -> nn.Module:
+    """With more than ten experts, whose numbers are not in the order of their names."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    experts = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return library().Qwen2MoeForCausalLM(
+        library().Qwen2MoeConfig(**sizes, **ATTENTION, **experts, shared_expert_intermediate_size=8)
+    )
+
+
 def mixtral() -> nn.Module:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     return library().MixtralForCausalLM(library().MixtralConfig(**sizes, **ATTENTION, num_local_experts=2))

@@ -20,6 +20,7 @@ from twins import Transformer, adamw, batches, train_steps, work_on_ranks
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError, ModelError
+from shardwise.formats.torch_files import load_file as load_torch_file
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 Tensor = torch.Tensor
@@ -317,6 +318,35 @@ def test_names_of_the_hub_and_old_files_fit(tmp_path: Path) -> None:
         assert torch.equal(done.source.read(spec), model.state_dict()[spec.name])
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_head": "many"},
+        {"n_head": 5},
+        {"n_embd": -8},
+        {"n_layer": [1]},
+        {"model_type": "nothing"},
+        {"model_type": None, "auto_map": {"AutoConfig": "evil.Config"}},
+        {"vocab_size": 1e30},
+    ],
+)
+def test_a_damaged_configuration_has_a_sentence(change: dict[str, Any], tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    config = _config(tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(CheckpointError, match="does not describe a GPT2LMHeadModel"):
+        sw.convert(tmp_path / "theirs", tmp_path / "out", "shardwise")
+
+
+@pytest.mark.parametrize("name", ["pipeline", "Trainer", "AutoModel", "__name__", 3, "evil.Model"])
+def test_only_models_are_built_of_a_configuration(name: Any, tmp_path: Path) -> None:
+    gpt2().save_pretrained(tmp_path / "theirs")
+    config = _config(tmp_path / "theirs") | {"architectures": [name]}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    done = sw.convert(tmp_path / "theirs", tmp_path / "out", "shardwise")
+    assert any("Names are as in the files" in note for note in done.notes)
+
+
 def test_weights_that_transformers_rearranges_are_refused_with_the_way_out(tmp_path: Path) -> None:
     mixtral().save_pretrained(tmp_path / "theirs")
     with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.mlp\..* from_pretrained, shard it"):
@@ -444,6 +474,38 @@ def test_a_bare_state_dict_is_all_names(tmp_path: Path) -> None:
     assert _names(tmp_path / "hf") == {name for name, _ in model.named_parameters()}  # torch wrote the tied one twice
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_plain_optimizers_state_dict_has_no_names(kind: Any, tmp_path: Path) -> None:
+    """It numbers parameters by their order in the optimizer, which the checkpoint does not keep: weights only."""
+    import torch.distributed.checkpoint as dcp
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    model = build()
+    optimizer = kind(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 2}
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    for to in ("shardwise", "dcp", "hf"):
+        done = sw.convert(tmp_path / "theirs", tmp_path / to, to)
+        assert any("numbers parameters and does not name them" in note for note in done.notes)
+        assert {spec.name for spec in done.source.specs} == set(model.state_dict())
+        assert not done.source.groups
+    source = sw.inspect(tmp_path / "shardwise", verify=True).source
+    assert all(torch.equal(source.read(spec), model.state_dict()[spec.name]) for spec in source.specs)
+    assert source.user == {"epoch": 2}
+
+    def work(engine: sw.Engine) -> dict[str, Tensor]:
+        assert engine.resume(tmp_path / "shardwise") is not None
+        return engine.state_dict()
+
+    for name, value in on_ranks(2, work, build=build, optimizer=adamw)[0].items():
+        assert torch.equal(value, model.state_dict()[name])
+
+
 def test_dcp_and_back_is_the_same(run: Any, tmp_path: Path) -> None:
     sw.convert(run[0], tmp_path / "dcp", "dcp", max_file_bytes=3000)
     found = sw.inspect(tmp_path / "dcp", verify=True)
@@ -512,8 +574,7 @@ def test_training_goes_on_from_deepspeed(case: str, preset: str, tmp_path: Path)
     is_bf16 = case.endswith("bf16")
     expected = json.loads((FIXTURES / case / "losses.json").read_text())
     done = sw.convert(FIXTURES / case, tmp_path / "run", "shardwise")
-    if case in ("zero1", "zero2"):  # where DeepSpeed writes it down; it clips by default
-        assert "clip_grad_norm: 1.0" in done.notes[0]
+    assert "clip_grad_norm: 1.0" in done.notes[0]  # DeepSpeed 0.19 clips by default
 
     def work(engine: sw.Engine) -> list[float]:
         resumed = engine.resume(tmp_path / "run")
@@ -537,6 +598,70 @@ def test_training_goes_on_from_deepspeed(case: str, preset: str, tmp_path: Path)
     plan = {"preset": preset, "clip_grad_norm": 1.0, "precision": "bf16" if is_bf16 else "fp32"}
     losses = on_ranks(2, work, plan, build=zeroed, optimizer=made.adamw)[0]
     assert losses == pytest.approx(expected, rel=1e-5 if is_bf16 else 1e-6)
+
+
+def universal_of_zero3(folder: Path) -> Path:
+    """As DeepSpeed's `ds_to_universal.py` writes it: no folder of a frozen parameter, every rank's model file."""
+    source = sw.inspect(FIXTURES / "zero3").source
+    trained = {spec.name for spec in source.states}
+    for spec in source.specs:
+        if spec.name in trained:
+            home = folder / "zero" / spec.name
+            home.mkdir(parents=True, exist_ok=True)
+            word = "fp32" if spec.kind == "param" else spec.kind.removeprefix("state.")
+            value = source.read(spec)
+            torch.save(value if word == "step" else {"param": value}, home / f"{word}.pt")
+    step = FIXTURES / "zero3" / "global_step3"
+    for file in step.glob("*_model_states.pt"):
+        shutil.copy(file, folder)
+    state = load_torch_file(step / "zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+    kept = ("optimizer_state_dict", "fp32_flat_groups", "partition_count")
+    torch.save({key: state[key] for key in kept}, folder / "zero" / "optimizer_state.pt")
+    return folder
+
+
+def test_universal_of_zero3_has_frozen_parameters_elsewhere(tmp_path: Path) -> None:
+    source = sw.inspect(universal_of_zero3(tmp_path), verify=True).source
+    expected = sw.inspect(FIXTURES / "zero3").source
+    assert {(spec.kind, spec.name) for spec in source.specs} == {(spec.kind, spec.name) for spec in expected.specs}
+    originals = {(spec.kind, spec.name): spec for spec in expected.specs}
+    for spec in source.specs:
+        assert torch.equal(source.read(spec), expected.read(originals[spec.kind, spec.name])), spec
+    assert source.groups == expected.groups
+    assert source.facts["stage"] == "universal"
+    (tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"has 1 files .*, but 2 ranks have a part of positions\.weight"):
+        sw.inspect(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["zero3", "universal"])
+@pytest.mark.parametrize(("said", "words"), [(0.25, "clip_grad_norm: 0.25"), (0.0, ""), (None, "does not say")])
+def test_clipping_that_deepspeed_was_told_is_mentioned(case: str, said: Any, words: str, tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    if case == "zero3":
+        shutil.copytree(FIXTURES / "zero3" / "global_step3", folder)
+    else:
+        folder.mkdir()
+        universal_of_zero3(folder)
+    for file in folder.glob("*_model_states.pt"):
+        state = torch.load(file, weights_only=True)
+        state["ds_config"] |= {} if said is None else {"gradient_clipping": said}
+        torch.save(state, file)
+    clipping = [note for note in sw.inspect(folder).source.left_out if "clipping" in note]
+    assert len(clipping) == bool(words)
+    assert words in "".join(clipping)
+
+
+def test_a_lost_rank_in_the_middle_is_not_made_up_for_by_padding(tmp_path: Path) -> None:
+    """The parts of ranks 0 and 2, with padding, have as many elements as there should be."""
+    folder = tmp_path / "ckpt"
+    shutil.copytree(FIXTURES / "zero3" / "global_step3", folder)
+    for kind in ("model", "optim"):
+        (folder / f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt").rename(
+            folder / f"zero_pp_rank_2_mp_rank_00_{kind}_states.pt"
+        )
+    with pytest.raises(CheckpointError, match="none of rank 1; it is incomplete"):
+        sw.inspect(folder)
 
 
 def test_deepspeed_to_the_others(tmp_path: Path) -> None:

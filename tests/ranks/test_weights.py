@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_transformers import gpt2, llama
+from small_transformers import gpt2, llama, mixtral, qwen_moe, vit
 from torch import nn
 from twins import Transformer
 
@@ -53,6 +54,50 @@ def test_folders_of_transformers(build: Any, how: str, shard_size: str, tmp_path
         for name, buffer in twin.named_buffers():
             assert torch.equal(models[0].get_buffer(name), buffer), name
         assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("build", [mixtral, vit, qwen_moe])
+@pytest.mark.parametrize("how", ["meta", "deferred"])
+def test_what_transformers_converts_while_loading(build: Any, how: str, tmp_path: Path) -> None:
+    """`save_pretrained` writes other names than the model has, and experts one by one that are one tensor in it."""
+    torch.manual_seed(5)
+    build().save_pretrained(tmp_path)
+    twin = build().from_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() != twin.state_dict().keys()
+    models = empty(build, how, 2)
+    states = run_ranks(
+        2, lambda world: sw.shard(models[world.rank], "zero3", weights=tmp_path, world=world).state_dict()
+    )
+    for state in states:
+        assert state.keys() == twin.state_dict().keys()
+        for name, value in twin.state_dict().items():
+            assert torch.equal(state[name], value), name
+
+
+def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
+    """A file that lacks an expert, and one of another model: what stays random is said, if it is asked for."""
+    mixtral().save_pretrained(tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    experts = [name for name in whole if ".experts.1." in name]
+    assert experts
+    save_file({name: one for name, one in whole.items() if name not in experts}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"gate_up_proj is \[2, .*\] in the model and \[1, .*\] in the file"):
+        sw.shard(empty(mixtral, "meta", 1)[0], weights=tmp_path)
+    router = {"model.norm.weight": whole["model.norm.weight"], "router": torch.ones(3)}
+    save_file(router, tmp_path / "y.safetensors")
+    with pytest.raises(ModelError, match="with strict=False what the files lack would stay random"):
+        sw.shard(empty(mixtral, "deferred", 1)[0], weights=tmp_path / "y.safetensors")
+    models = empty(mixtral, "deferred", 2)
+
+    def rank(world: sw.World) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sw.shard(models[world.rank], weights=tmp_path / "y.safetensors", strict=False, world=world)
+        return [str(one.message) for one in caught]
+
+    [said] = [one for one in run_ranks(1, rank)[0] if "y.safetensors" in one]
+    assert "the files lack model.embed_tokens.weight" in said
+    assert "the model lacks router, which are not used" in said
 
 
 def test_each_rank_reads_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +169,8 @@ def test_what_the_files_lack_has_its_own_first_values(tmp_path: Path) -> None:
         model = llama(attention_bias=True)
     with pytest.raises(ModelError, match=r"the files lack model\.layers\.0\.self_attn\.q_proj\.bias"):
         sw.shard(model, weights=tmp_path)
-    state = sw.shard(model, weights=tmp_path, strict=False).state_dict()
+    with pytest.warns(UserWarning, match=r"the files lack .*q_proj\.bias.* keep the values of a new model"):
+        state = sw.shard(model, weights=tmp_path, strict=False).state_dict()
     for name, value in twin.state_dict().items():
         assert torch.equal(state[name], stored.get(name, value)), name
 

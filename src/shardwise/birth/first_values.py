@@ -8,6 +8,7 @@ and nothing is sent. Otherwise rank 0's are broadcast, a unit at a time.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,10 +75,12 @@ class FirstValues:
         self._settle_others({param for unit in units for flat in unit.flats for param in flat.params})
         self._settle_buffers()
         self._replayed = None
+        if self._match is not None:
+            self._match.let_go()
 
     def _begin(self) -> None:
         if self._is_meta:
-            filled = set(self._match.stored) if self._match is not None else set()
+            filled = set(self._match) if self._match is not None else set()
             record_init(self._model, CPU, self._wishes.init, filled)
         for param in self._model.parameters():
             if isinstance(param, Deferred):
@@ -154,12 +157,12 @@ class FirstValues:
     # -- sources ----------------------------------------------------------------------------------------
 
     def _is_stored(self, name: str) -> bool:
-        return self._match is not None and name in self._match.stored
+        return self._match is not None and name in self._match
 
     def _values(self, name: str, tensor: Tensor, span: Span) -> Tensor:
         """Elements `span` of a tensor of the model, flat, in the dtype and on the device of their source."""
-        if self._match is not None and name in self._match.stored:
-            return self._match.files.read(self._match.stored[name], span)
+        if self._match is not None and name in self._match:
+            return self._match.read(name, span)
         origin = origin_of(tensor)
         if origin is None:
             return tensor.detach().reshape(-1)[span.start : span.stop]
@@ -190,4 +193,6 @@ def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:
     if refusals or found is None:
         kind, _, letter = refusals[0].decode().partition(":")
         raise (CheckpointError if kind == "CheckpointError" else ModelError)(letter)
+    if found.note and world.rank == 0:
+        warnings.warn(found.note, stacklevel=2)
     return found

@@ -3,54 +3,144 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from shardwise.birth.converted import Conversions, Recipe, conversions_of
 from shardwise.birth.files import WeightFiles, some
 from shardwise.errors import ModelError
+from shardwise.placement import Span
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Match:
-    """For names of the model, names in the file."""
+    """Where each parameter and buffer of a model is found in files, by its first name in the model.
 
+    `note` has a sentence for the user if something of the model or of the files is left over.
+    """
+
+    model: nn.Module
     files: WeightFiles
     stored: Mapping[str, str]
-    """By each parameter's and buffer's first name in the model."""
+    """Names in the file."""
+    made: Mapping[str, Recipe] = field(default_factory=dict)
+    """Tensors that are not in the files as the model has them, and are made of those that are."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What a recipe calls a tensor that it makes."""
+    note: str = ""
+    _last: tuple[Recipe, dict[str, Tensor]] | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.stored or name in self.made
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (*self.stored, *self.made)
+
+    def read(self, name: str, span: Span) -> Tensor:
+        """Elements `span` of the tensor, flat, on the CPU, in the file's dtype.
+
+        What is made of others is made whole, and stays until another is asked for: several may come of one recipe.
+        """
+        if name in self.stored:
+            return self.files.read(self.stored[name], span)
+        recipe = self.made[name]
+        if self._last is None or self._last[0] is not recipe:
+            self._last = None  # the one before goes first
+            self._last = recipe, recipe.make(self.model, self.files.tensors)
+            self.files.bytes_read += sum(self.files.tensors[source].num_bytes for _, source in recipe.sources)
+        return self._last[1][self.names[name]].reshape(-1)[span.start : span.stop]
+
+    def let_go(self) -> None:
+        """Keep nothing that was read."""
+        self._last = None
 
 
 def match(model: nn.Module, files: WeightFiles, *, strict: bool) -> Match:
     """Find every parameter and persistent buffer of `model` in `files`.
 
     A tied parameter is found under any of its names. A prefix that a whole file has more or less than the model (a
-    base model's file for a model with a head, `module.`) is added or taken away. Raises `ModelError`
-    naming all that is missing, unexpected or of another shape; without `strict` only the last is an error.
+    base model's file for a model with a head, `module.`) is added or taken away. What the transformers library renames
+    or puts together while it loads is found as it would be there. Raises `ModelError` naming all that is missing,
+    unexpected or of another shape; without `strict` only the last is an error, and the rest is in `note`.
     """
     names = _names(model)
     known = {name for all_names in names.values() for name in all_names}
     volatile = _volatile_buffers(model)
-    renamed = _renamed(list(files.tensors), known)
-    found: dict[str, str] = {}
-    for first, all_names in names.items():
-        stored = next((renamed[name] for name in all_names if name in renamed), None)
-        if stored is not None:
-            found[first] = stored
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    wrong = [_odd(name, tensors[name], files, found[name]) for name in found]
-    missing = [name for name in names if name not in found and name not in volatile]
+    found = _Found(model, files, names, known)
+    missing = [name for name in names if name not in found.homes and name not in volatile]
     ignored = [re.compile(pattern) for pattern in _patterns(model)]
     unexpected = [
         name
-        for name in renamed
-        if name not in known and name not in volatile and not any(pattern.search(name) for pattern in ignored)
+        for name in found.strangers
+        if name not in volatile and not any(pattern.search(name) for pattern in ignored)
     ]
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wrong = [_odd(name, tensors[name], *found.homes[name]) for name in found.homes]
     _refuse(files, [letter for letter in wrong if letter], missing if strict else (), unexpected if strict else ())
-    return Match(files, {name: stored for name, stored in found.items() if name not in volatile})
+    return Match(
+        model,
+        files,
+        {name: stored for name, stored in found.stored.items() if name not in volatile},
+        {name: recipe for name, (recipe, _) in found.made.items() if name not in volatile},
+        {name: target for name, (_, target) in found.made.items()},
+        _note(files, missing, unexpected),
+    )
+
+
+class _Found:
+    """What of the model was found in the files: under its own names, or as transformers converts them."""
+
+    def __init__(self, model: nn.Module, files: WeightFiles, names: dict[str, list[str]], known: set[str]) -> None:
+        self.stored: dict[str, str] = {}
+        self.made: dict[str, tuple[Recipe, str]] = {}
+        self.homes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        """Shapes and dtypes by the model's first names."""
+        renamed = _renamed(list(files.tensors), known)
+        recipes: tuple[Recipe, ...] = ()
+        if renamed.keys() != known:
+            conversions = conversions_of(model, list(files.tensors), known)
+            if conversions is not None and _fits(conversions, known) > sum(name in known for name in renamed):
+                renamed, recipes = conversions.renamed, conversions.recipes
+        outcomes = {
+            target: (recipe, shape)
+            for recipe in recipes
+            for target, shape in recipe.shapes(model, files.tensors).items()
+        }
+        for first, all_names in names.items():
+            for name in all_names:
+                if name in renamed:
+                    self.stored[first] = renamed[name]
+                    self.homes[first] = (files.tensors[renamed[name]].shape, files.tensors[renamed[name]].dtype)
+                    break
+                if name in outcomes:
+                    recipe, shape = outcomes[name]
+                    self.made[first] = (recipe, name)
+                    self.homes[first] = (shape, files.tensors[recipe.sources[0][1]].dtype)
+                    break
+        self.strangers = [name for name in renamed if name not in known]
+        used = {id(recipe) for recipe, _ in self.made.values()}
+        self.strangers += [source for one in recipes if id(one) not in used for _, source in one.sources]
+
+
+def _fits(conversions: Conversions, known: set[str]) -> int:
+    """How many tensors of the files have a place in the model."""
+    renamed = sum(name in known for name in conversions.renamed)
+    return renamed + sum(len(recipe.sources) for recipe in conversions.recipes)
+
+
+def _note(files: WeightFiles, missing: list[str], unexpected: list[str]) -> str:
+    """A sentence about what `strict=False` passes over; empty if there is nothing."""
+    said = []
+    if missing:
+        said.append(f"the files lack {some(missing)}, which keep the values of a new model (random, mostly)")
+    if unexpected:
+        said.append(f"the model lacks {some(unexpected)}, which are not used")
+    return f"{files.place}: {'; '.join(said)}." if said else ""
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
@@ -94,12 +184,11 @@ def _renamed(stored: list[str], known: set[str]) -> dict[str, str]:
     return max(whole, key=lambda one: sum(name in known for name in one))
 
 
-def _odd(name: str, tensor: Tensor, files: WeightFiles, stored_name: str) -> str:
-    stored = files.tensors[stored_name]
-    if stored.shape != tuple(tensor.shape):
-        return f"{name} is {list(tensor.shape)} in the model and {list(stored.shape)} in the file"
-    if stored.dtype.is_floating_point != tensor.is_floating_point():
-        return f"{name} is {tensor.dtype} in the model and {stored.dtype} in the file"
+def _odd(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    if shape != tuple(tensor.shape):
+        return f"{name} is {list(tensor.shape)} in the model and {list(shape)} in the file"
+    if dtype.is_floating_point != tensor.is_floating_point():
+        return f"{name} is {tensor.dtype} in the model and {dtype} in the file"
     return ""
 
 
@@ -110,5 +199,12 @@ def _refuse(files: WeightFiles, wrong: list[str], missing: Iterable[str], unexpe
     if unexpected := list(unexpected):
         said.append(f"the model lacks {some(unexpected)}")
     if said:
-        hint = " With strict=False what one side lacks is passed over." if missing or unexpected else ""
+        hint = ""
+        if missing and unexpected:
+            hint = (
+                " If these are the same tensors under other names, rename them in the file, or load the model with its "
+                "own from_pretrained and shard that: with strict=False what the files lack would stay random."
+            )
+        elif missing or unexpected:
+            hint = " With strict=False that is passed over; what the files lack stays as a new model has it."
         raise ModelError(f"{files.place} has weights of another model: {'; '.join(said)}.{hint}")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+import importlib
 from pathlib import Path
 
-from rich.console import Console
-
-from shardwise.cli.inspected_print import print_conversion
-from shardwise.cli.reading import bar
-from shardwise.formats import DTYPES, TARGETS, convert
-from shardwise.units import format_bytes
+TARGETS = ("hf", "shardwise", "dcp")
+DTYPES = ("fp32", "bf16", "fp16")
+"""Those of `formats/convert.py`, which needs torch: what --help says must not wait for that. A test compares them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,19 +27,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what was done; a `ShardwiseError` says why not."""
-    with ExitStack() as stack:
-        done = convert(
-            args.source,
-            args.out,
-            args.to,
-            dtype=args.dtype,
-            weights_only=args.weights_only,
-            config=args.config,
-            max_file_bytes=args.max_file_size,
-            dry_run=args.dry_run,
-            start=lambda plan: stack.enter_context(
-                bar(Console(stderr=True), f"writing {format_bytes(plan.num_bytes)}", plan.num_bytes)
-            ),
-        )
-    print_conversion(done, Console(), is_dry_run=args.dry_run)
-    return 0
+    status: int = importlib.import_module("shardwise.cli.converted").run(args)
+    return status

@@ -28,11 +28,14 @@ def print_inspection(found: Inspection, console: Console, *, full: bool) -> None
         )
     if source.user:
         _section(console, "the script's own", _pairs((key, _short(value)) for key, value in source.user.items()))
-    _print_rows(console, "files", [(file.name, format_bytes(file.num_bytes)) for file in source.files], full=full)
+    sizes = zip(source.files, found.bytes_there, strict=True)
+    _print_rows(console, "files", [(file.name, _file_size(file.num_bytes, there)) for file, there in sizes], full=full)
     if source.left_out:
         _section(console, "not in here", *(Text(words) for words in source.left_out))
     if found.is_verified:
         _section(console, "verified", *_verdict(found))
+    elif found.problems:
+        _section(console, "damaged", *_verdict(found))
 
 
 def print_conversion(done: Conversion, console: Console, *, is_dry_run: bool) -> None:
@@ -82,6 +85,16 @@ def _tensor_rows(found: Inspection) -> list[tuple[str, ...]]:
 
 def _shape(spec: Spec) -> str:
     return " x ".join(map(str, spec.shape)) or "a number"
+
+
+def _file_size(num_bytes: int, there: int | None) -> str:
+    """Of a file that was cut, what there is of it."""
+    if there == num_bytes:
+        return format_bytes(num_bytes)
+    if there is None:
+        return f"missing; {format_bytes(num_bytes)} were written"
+    verb = "cut" if there < num_bytes else "changed"
+    return f"{verb}: {format_bytes(there)} ({there} bytes) of {format_bytes(num_bytes)} ({num_bytes} bytes)"
 
 
 def _size(specs: Sequence[Spec]) -> str:

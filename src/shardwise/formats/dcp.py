@@ -20,7 +20,7 @@ import torch
 from shardwise.errors import CheckpointError
 from shardwise.formats.dcp_metadata import METADATA, Chunk, Metadata, ObjectPath, Place, StoredTensor, read_metadata
 from shardwise.formats.pickles import as_plain
-from shardwise.formats.source import PARAM, STATE, Source, Spec, stored_files
+from shardwise.formats.source import PARAM, STATE, Source, Spec, StoredFile, stored_files
 from shardwise.formats.torch_files import load_bytes
 from shardwise.safe_files import fill_exactly, inside, open_regular
 
@@ -86,9 +86,18 @@ def open_dcp(path: Path) -> Source:
         numbers={} if strange else objects.numbers,
         user=user["user"] if list(user) == ["user"] and isinstance(user["user"], dict) else user,
         facts={"keys": {"model": names.model, "optim": names.optim}},
-        files=stored_files(path),
+        files=_files(path, meta),
         left_out=left_out,
     )
+
+
+def _files(path: Path, meta: Metadata) -> tuple[StoredFile, ...]:
+    """Every file there is, and of those with tensors at least what the metadata says that they have."""
+    sizes = {file.name: file.num_bytes for file in stored_files(path)}
+    places = [chunk.place for one in meta.tensors.values() for chunk in one.chunks]
+    for place in (*places, *meta.objects.values()):
+        sizes[place.file] = max(sizes.get(place.file, 0), place.start + place.num_bytes)
+    return tuple(StoredFile(name, sizes[name]) for name in sorted(sizes))
 
 
 def _ties(meta: Metadata, keys: Iterable[str], names: _Names) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -181,7 +182,12 @@ class _Reader:
 
 
 def _short_name(made: Any) -> str:
-    return made.name.rpartition(".")[2] if isinstance(made, Made) else ""
+    return _last_word(made.name) if isinstance(made, Made) else ""
+
+
+@lru_cache(64)
+def _last_word(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _words(value: Any) -> str:

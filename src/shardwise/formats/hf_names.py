@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import CheckpointError, nearest
-from shardwise.formats.hf import read_config
+from shardwise.formats.hf import CONFIG, read_config
 from shardwise.formats.source import BUFFER, PARAM, Source, Spec
 
 
@@ -53,15 +53,20 @@ class ModelNames:
 def names_of(folder: Path) -> ModelNames | None:
     """What the model of the configuration in `folder` says; `None` if nobody can be asked."""
     architectures = read_config(folder).get("architectures")
-    if not architectures or importlib.util.find_spec("transformers") is None:
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if not isinstance(name, str) or importlib.util.find_spec("transformers") is None:
         return None
     transformers: ModuleType = importlib.import_module("transformers")
-    model_class = getattr(transformers, str(architectures[0]), None)
-    if model_class is None:  # code that comes with the model is not run
-        return None
-    config = transformers.AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        return ModelNames.of(model_class(config))
+    model_class = getattr(transformers, name, None) if name.isidentifier() else None
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        return None  # code that comes with the model is not run, nor is anything else that the library has
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            return ModelNames.of(model_class(config))
+    except Exception as error:  # constructors of a library, given what a stranger wrote, may raise anything
+        said = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{folder / CONFIG} does not describe a {name} that could be built: {said}") from error
 
 
 def as_the_model_has_it(source: Source) -> Source:
@@ -110,7 +115,8 @@ def _refuse_gaps(source: Source, names: ModelNames, found: dict[str, Spec], unkn
             hint = f" It has {unknown[0]}, which the model does not have. {nearest(name, unknown)}" if unknown else ""
             raise CheckpointError(
                 f"{source.path} lacks {name}, which its model has.{hint} Where transformers rearranges weights as it "
-                f"loads them, build the model with from_pretrained, shard it, and save it with engine.save()."
+                f"loads them, build the model with from_pretrained, shard it, and save it with engine.save(); or give "
+                f"the folder to shard, as weights=."
             )
         if found[name].shape != shape:
             raise CheckpointError(

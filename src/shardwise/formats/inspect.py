@@ -16,11 +16,15 @@ from shardwise.formats.source import PARAM, STATE, Source, Spec
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found. Bytes are those of the tensors; files may be a little larger."""
+    """What `inspect` found. Bytes are those of the tensors; files may be a little larger.
+
+    `bytes_there` has for each file of `source.files` what the disk has of it; `None` if it is missing.
+    """
 
     source: Source
     problems: tuple[str, ...]
     is_verified: bool
+    bytes_there: tuple[int | None, ...]
 
     @property
     def num_params(self) -> int:
@@ -54,7 +58,10 @@ class Inspection:
             "ties": source.ties,
             "groups": source.groups,
             "user": source.user,
-            "files": [{"name": file.name, "bytes": file.num_bytes} for file in source.files],
+            "files": [
+                {"name": file.name, "bytes": file.num_bytes, "bytes_there": there}
+                for file, there in zip(source.files, self.bytes_there, strict=True)
+            ],
             "left_out": source.left_out,
             "verified": self.is_verified,
             "problems": list(self.problems),
@@ -69,12 +76,28 @@ def inspect(path: str | Path, *, verify: bool = False, tick: Callable[[Spec], No
     """What is in the checkpoint at `path`: of shardwise (or its run folder), Hugging Face, DCP or DeepSpeed.
 
     Tensors are not read unless `verify` asks for it: then every tensor is read and, where the format has
-    checksums, compared with them; what is wrong is in `problems`. Raises `CheckpointError` if `path` cannot be read at
-    all.
+    checksums, compared with them. What is wrong is in `problems`; so are, in any case, files that are missing or were
+    cut. Raises `CheckpointError` if `path` cannot be read at all.
     """
     source = open_checkpoint(Path(path))
-    problems = tuple(_problems(source, tick)) if verify else ()
-    return Inspection(source, problems, verify)
+    there = tuple(_bytes_there(source.path / file.name) for file in source.files)
+    problems = tuple(_problems(source, tick)) if verify else tuple(_odd_files(source, there))
+    return Inspection(source, problems, verify, there)
+
+
+def _bytes_there(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _odd_files(source: Source, sizes: tuple[int | None, ...]) -> Iterator[str]:
+    for file, there in zip(source.files, sizes, strict=True):
+        if there is None:
+            yield f"{source.path / file.name} is missing; the checkpoint is incomplete"
+        elif there != file.num_bytes:
+            yield f"{source.path / file.name} has {there} bytes instead of {file.num_bytes}, so it was cut or changed"
 
 
 def _problems(source: Source, tick: Callable[[Spec], None]) -> Iterator[str]:

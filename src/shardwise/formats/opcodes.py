@@ -86,16 +86,25 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> tuple[Any, int]:
-        content, known = self._content, _KNOWN
+        content, known, memo = self._content, _KNOWN, self._memo
         while True:
-            code = content[self._at]
-            self._at += 1
-            if code == _STOP:
+            at = self._at
+            code = content[at]
+            self._at = at + 1
+            if code == _MEMOIZE:  # these three are two thirds of a large pickle
+                memo[len(memo)] = self._stack[-1]
+            elif code == _GET:
+                self._stack.append(memo[content[at + 1]])
+                self._at = at + 2
+            elif code == _LONG_GET:
+                self._stack.append(memo[int.from_bytes(content[at + 1 : at + 5], "little")])
+                self._at = at + 5
+            elif code == _STOP:
                 return self._stack.pop(), self._at
-            step = known.get(code)
-            if step is None:
+            elif code in known:
+                known[code](self)
+            else:
                 raise _RefusedError(f"its pickle has the opcode {chr(code)!r}, which no checkpoint needs")
-            step(self)
 
     # -- bytes ------------------------------------------------------------------------------------------
 
@@ -198,12 +207,6 @@ class _Machine:
     def put(self, length_bytes: int) -> None:
         self._memo[self._number(length_bytes)] = self._stack[-1]
 
-    def memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
-    def get(self, length_bytes: int) -> None:
-        self._stack.append(self._memo[self._number(length_bytes)])
-
     # -- what would be objects --------------------------------------------------------------------------
 
     def name(self) -> None:
@@ -238,7 +241,7 @@ class _Machine:
         self._stack.append(Outside(self._stack.pop()))
 
 
-_STOP = ord(".")
+_STOP, _MEMOIZE, _GET, _LONG_GET = ord("."), 0x94, ord("h"), ord("j")
 _KNOWN: dict[int, Callable[[_Machine], None]] = {
     0x80: lambda it: it.skip(1),  # PROTO
     0x95: lambda it: it.skip(8),  # FRAME
@@ -274,9 +277,6 @@ _KNOWN: dict[int, Callable[[_Machine], None]] = {
     ord("u"): _Machine.set_items,
     ord("q"): lambda it: it.put(1),
     ord("r"): lambda it: it.put(4),
-    0x94: _Machine.memoize,
-    ord("h"): lambda it: it.get(1),
-    ord("j"): lambda it: it.get(4),
     ord("c"): _Machine.name,
     0x93: _Machine.stacked_name,
     ord("R"): _Machine.call,
