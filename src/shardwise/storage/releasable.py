@@ -5,8 +5,8 @@ null pointer, and what reads a freed parameter below Python's sight (an extensio
 So on Linux a whole buffer is a range of addresses of our own. While it is free a small file full of NaN lies there,
 mapped over and over: a stray read gives NaN, and a stray write is lost. Raised, fresh pages take its place.
 
-Raised, filled and freed under the launcher's settings for malloc, on one core of two: 256 KiB in 0.044 ms, where
-`resize_` took 0.021; 4 MiB in 1.0 (1.3), 64 MiB in 70 (77). What malloc would keep for the next who asks is kept here
+Raised, filled and freed under the launcher's settings for malloc, on one core of two: 256 KiB in 0.055 ms, where
+`resize_` took 0.021; 4 MiB in 1.0 (1.8), 64 MiB in 75 (92). What malloc would keep for the next who asks is kept here
 too: fresh pages take several times what copying into warm ones does.
 """
 
