@@ -29,6 +29,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
+from shardwise.runtime.compiled import OuterCompile
 from shardwise.storage import Flat, Unit
 
 Tensor = torch.Tensor
@@ -89,6 +90,7 @@ class Hooks:
         self._uses = {unit.name: _Use() for unit in units}
         self._inputs_decide: set[str] = set()
         self._awaits_end = False
+        self._outer_compile = OuterCompile(root, [site for unit in units for site in unit.sites])
         self._root = root
         self._handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
@@ -140,6 +142,7 @@ class Hooks:
 
     def _enter_root(self, _: nn.Module, args: object) -> None:  # noqa: ARG002
         if not _in_backward():
+            self._outer_compile.look_around()
             self._listener.enter_root()
 
     def _leave_root(self, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
@@ -152,6 +155,7 @@ class Hooks:
         return self._awaits_end
 
     def _before(self, unit: Unit, use: _Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._outer_compile.notice()
         if _in_backward():
             self._open_backward(unit)
             use.recomputed.append(self._watch_inputs(unit, (args, kwargs)))
