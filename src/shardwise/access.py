@@ -78,7 +78,7 @@ class Access:
                 params[name] = param.cpu().clone()
         if not on_rank:
             return {}
-        by_tensor = {param: name for name, param in self._model.named_parameters()}
+        by_tensor: dict[Tensor, str] = {param: name for name, param in self._model.named_parameters()}
         state = self._model.state_dict(keep_vars=True)
         whole: dict[str, Any] = {}
         for name, value in state.items():

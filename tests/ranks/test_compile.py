@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
-from twins import Transformer, assert_same, batches, plain_run, sharded_run
+from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.testing import run_ranks
 
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, and needs no C++ compiler
 
@@ -37,3 +40,45 @@ def test_compiled_units_train_like_the_plain_model(preset: str, num_ranks: int) 
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ConfigError, match="compile is 'inductr'"):
         sw.shard(Transformer(), {"compile": "inductr"})
+
+
+def around(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def in_place(model: nn.Module) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compile_by", [around, in_place], ids=lambda compile_by: compile_by.__name__)
+@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
+def test_a_compile_around_the_sharded_model_is_answered_with_a_warning(compile_by: Any, is_before: bool) -> None:
+    model = Transformer(num_blocks=1)
+    model = compile_by(model) if is_before else model
+    (batch,) = batches(1)
+
+    def rank(world: sw.World) -> None:
+        engine = sw.shard(model, "zero3", optimizer=adamw(model), world=world)
+        called = model if is_before else compile_by(model)
+        called(*batch).backward()
+        engine.step()
+
+    with pytest.warns(UserWarning, match=r"compiles next to nothing.*compile: inductor") as said:
+        run_ranks(1, rank)
+    assert len([one for one in said if "compiles next to nothing" in str(one.message)]) == 1
+
+
+def test_nobody_is_warned_of_modules_inside_a_unit() -> None:
+    model = Transformer(num_blocks=1)
+    model.blocks[0].up.compile(backend="eager")
+    (batch,) = batches(1)
+
+    def rank(world: sw.World) -> None:
+        engine = sw.shard(model, {"preset": "zero3", "units": ["blocks.*"]}, optimizer=adamw(model), world=world)
+        engine.backward(engine(*batch))
+        engine.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        run_ranks(1, rank)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from shardwise.comm import Collectives, Group, sum_small
-from shardwise.program import verdict_numel
-from shardwise.storage import Flat
+from shardwise.program import verdict_dtype, verdict_numel
+from shardwise.storage import Flat, torch_dtype
 
 _NEWS = 4096.0
 
@@ -68,11 +68,12 @@ class Verdict:
         told = float(any(flat.has_partial_inbox() for flat in self._flats))
         if self._has_news is not None and self._has_news():
             told += _NEWS
-        vector = torch.tensor([0.0, told, *touched], dtype=torch.float32, device=device)
+        dtype = torch_dtype(verdict_dtype([flat.spec for flat in self._flats]))
+        vector = torch.tensor([0.0, told, *touched], dtype=dtype, device=device)
         assert vector.numel() == verdict_numel(len(touched))
         for flat in self._flats:
             if flat.due is not None:
-                vector[0] += torch.linalg.vector_norm(flat.due, dtype=torch.float32) ** 2 / num_copies(flat)
+                vector[0] += torch.linalg.vector_norm(flat.due, dtype=dtype) ** 2 / num_copies(flat)
         return vector
 
 

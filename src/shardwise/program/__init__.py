@@ -23,6 +23,7 @@ from shardwise.program.build import (
     norms_numel,
     reduce_due,
     step_gradients,
+    verdict_dtype,
     verdict_numel,
 )
 from shardwise.program.check import check
@@ -84,5 +85,6 @@ __all__ = [
     "step_gradients",
     "straight_trace",
     "update_by",
+    "verdict_dtype",
     "verdict_numel",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.mesh import Mesh
-from shardwise.placement import WIDTH, Axes, Move, Place, moves
+from shardwise.placement import WIDTH, Axes, Dtype, Move, Place, moves
 from shardwise.program.action import (
     AFTER_STEP,
     ALL_FLATS,
@@ -72,7 +72,7 @@ def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
     axes = units[0].flats[0].table.axes if units else ()
     if flats and axes:
         numel = verdict_numel(sum(flat.num_params for flat in flats))
-        before += _agree(flats[0].mesh, axes, "verdict", numel)
+        before += _agree(flats[0].mesh, axes, "verdict", numel, verdict_dtype(flats))
     if axes and buffers_bytes:
         after.append(Action("broadcast", ALL_FLATS, "buffers", "world", "-", buffers_bytes))
     during = (*_norms(flats), *_matrices(tuple(handovers(flats).values())))
@@ -182,6 +182,11 @@ def verdict_numel(num_params: int) -> int:
     return num_params + 2
 
 
+def verdict_dtype(flats: Sequence[FlatSpec]) -> Dtype:
+    """In which the norm is summed: as wide as the widest gradients, and at least fp32."""
+    return "fp64" if any("fp64" in (flat.table.grad.dtype, flat.table.optim.dtype) for flat in flats) else "fp32"
+
+
 def norms_axes(flats: Sequence[FlatSpec]) -> Axes:
     """The axes over which any flat buffer's states are sharded, and so the norms of its parameters are summands."""
     sharded = {axis for flat in flats if flat.trainable for axis in flat.table.optim.shard}
@@ -229,11 +234,11 @@ def _handed(verb: Verb, one: Handover, sent_bytes: int) -> Action:
     return Action(verb, one.flat.name, "update", axes, one.dtype, sent_bytes, stream)
 
 
-def _agree(mesh: Mesh, axes: Sequence[str], subject: Subject, numel: int) -> list[Action]:
+def _agree(mesh: Mesh, axes: Sequence[str], subject: Subject, numel: int, dtype: Dtype = "fp32") -> list[Action]:
     """A small sum over `axes` that carries what ranks must agree on, `numel` elements of it."""
     agreed = []
     for axis in axes:
         size = mesh.size(axis)
-        sent = 2 * (size - 1) * math.ceil(numel / size) * WIDTH["fp32"]
-        agreed.append(Action("agree", ALL_FLATS, subject, axis, "fp32", sent))
+        sent = 2 * (size - 1) * math.ceil(numel / size) * WIDTH[dtype]
+        agreed.append(Action("agree", ALL_FLATS, subject, axis, dtype, sent))
     return agreed

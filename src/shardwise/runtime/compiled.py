@@ -7,7 +7,9 @@ class share a graph. A site that is a single operation (an embedding, a head) ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -52,3 +54,45 @@ class CompiledUnits:
             for site in self._sites:
                 site.__dict__.pop("forward", None)
         self._are_installed = False
+
+
+_COMPILED_CALL = ("compile_wrapper", "torch._dynamo.eval_frame")
+"""The function that calls what `torch.compile` was given."""
+
+
+class OuterCompile:
+    """Says once that a `torch.compile` around the model, or around some of its units, is in vain."""
+
+    def __init__(self, model: nn.Module, sites: Iterable[nn.Module]) -> None:
+        self._was_said = False
+        self._num_looks = 2
+        wraps = hasattr(model, "_orig_mod")  # torch.compile(model): the hooks of what is inside end each graph
+        if wraps or any(site._compiled_call_impl is not None for site in (model, *sites)):
+            self._say()
+
+    def look_around(self) -> None:
+        """Called as the root is entered, the first few times: while all operations are watched nothing is traced."""
+        if self._num_looks > 0 and not self._was_said:
+            self._num_looks -= 1
+            frame = sys._getframe()
+            while (outer := frame.f_back) is not None:
+                frame = outer
+                if (frame.f_code.co_name, frame.f_globals.get("__name__")) == _COMPILED_CALL:
+                    self._say()
+                    return
+
+    def notice(self) -> None:
+        """Called from a hook: true in one that is being traced, false elsewhere, whatever other threads do."""
+        if torch.compiler.is_dynamo_compiling() and not self._was_said:
+            self._say()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def _say(self) -> None:
+        self._was_said = True
+        warnings.warn(
+            "torch.compile around a sharded model compiles next to nothing: parameters come and go at its units, and "
+            "each of them ends the graph. The results are right. Call the plain model, and have each unit compiled by "
+            "the plan: compile: inductor.",
+            UserWarning,
+            stacklevel=2,
+        )

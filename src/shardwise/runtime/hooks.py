@@ -30,6 +30,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
+from shardwise.runtime.compiled import OuterCompile
 from shardwise.storage import Flat, Unit
 
 Tensor = torch.Tensor
@@ -96,6 +97,7 @@ class Hooks:
         self._uses = {unit.name: _Use() for unit in units}
         self._inputs_decide: set[str] = set()
         self._awaits_end = False
+        self._outer_compile = OuterCompile(root, [site for unit in units for site in unit.sites])
         self._root = root
         self._handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
@@ -155,6 +157,7 @@ class Hooks:
                 "with memory that comes and goes. Use loss.backward() or torch.autograd.grad()."
             )
         if not in_backward():
+            self._outer_compile.look_around()
             self._listener.enter_root()
 
     def _leave_root(self, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
@@ -172,6 +175,7 @@ class Hooks:
         return self._awaits_end
 
     def _before(self, unit: Unit, use: _Use, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._outer_compile.notice()
         if in_backward():
             self._open_backward(unit)
             use.recomputed.append(self._watch_inputs(unit, (args, kwargs)))
@@ -187,7 +191,7 @@ class Hooks:
         use: _Use,
         open_backward: Prehook,
         _: nn.Module,
-        args: object,
+        args: object,  # noqa: ARG002  # of a hook
         output: object,
     ) -> None:
         if in_backward():

@@ -1,7 +1,7 @@
 """Flat memory: many parameters in one buffer, each a named view into it.
 
-[Note: freeing by resizing] A parameter's `data` is a view of `full` for as long as the engine lives. To free
-a gathered buffer its *storage* is resized to nothing; the next gather gives the same storage its bytes back.
+[Note: freeing in place] A parameter's `data` is a view of `full` for as long as the engine lives. To free a gathered
+buffer its *storage* loses its bytes (`releasable.py`); the next gather gives the same storage new ones.
 Re-pointing `data` would not free anything: autograd saves views such as `weight.t()`, which keep the old
 storage alive, and which see the next gather this way.
 
@@ -26,6 +26,7 @@ from shardwise.placement import Slot, Span
 from shardwise.program import FlatSpec, fills_grad, reduce_due
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.inbox import Inbox, place
+from shardwise.storage.releasable import Releasable, releasable
 from shardwise.storage.room import Memory, OwnMemory, Room
 from shardwise.telemetry import ByteMeter
 
@@ -82,6 +83,7 @@ class Flat:
         self.optim_span = layout.span(table.optim.shard, coordinate)
         self.state = FullState.RESIDENT if spec.resident else FullState.ABSENT
         self.full = torch.empty(0)
+        self._bytes_of_full: Releasable | None = None
         self.param = torch.empty(0)
         self.master: Tensor | None = None
         self.held: Tensor | None = None
@@ -181,12 +183,13 @@ class Flat:
             memory = self.memory if table.optim.shard else self.own_memory
             self.full = memory.buffer(self.spec.numel, compute).zero_()
         else:
-            self.full = self.own_memory.buffer(self.spec.numel, compute)
+            self._bytes_of_full = releasable(self.spec.full_bytes, self.device)
+            self.full = self._bytes_of_full.tensor.view(compute)
         views = [_part(self.full, slot.span).view(slot.shape) for slot in self.slots]
         if self.spec.resident:
             self.param = self.full
-        elif self.common is None:
-            self.full.untyped_storage().resize_(0)
+        elif self._bytes_of_full is not None:
+            self._bytes_of_full.free_bytes()
             self.param = torch.zeros(self.param_span.numel, dtype=compute, device=self.device)
         self.meter.hold("param", self.param.nbytes)
         if self.spec.trainable:
@@ -208,8 +211,8 @@ class Flat:
         """Give `full` its bytes back, undefined. It is on its way from here until it is `READY`."""
         if self.common is not None:
             self.common.renew()
-        else:
-            self.full.untyped_storage().resize_(self.spec.full_bytes)
+        elif self._bytes_of_full is not None:
+            self._bytes_of_full.raise_bytes()
         self.meter.hold("working", self.spec.full_bytes)
         self.state = FullState.FLYING
 
@@ -218,8 +221,8 @@ class Flat:
         if self.state is FullState.READY:
             if self.common is not None:
                 self.common.renew()
-            else:
-                self.full.untyped_storage().resize_(0)
+            elif self._bytes_of_full is not None:
+                self._bytes_of_full.free_bytes()
             self.meter.drop("working", self.spec.full_bytes)
             self.state = FullState.ABSENT
 
