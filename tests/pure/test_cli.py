@@ -107,8 +107,24 @@ def test_version_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) ->
     assert all(verb in out for verb in VERBS)
     assert main([]) == 2
     assert capsys.readouterr().out.startswith("usage: shardwise")
-    assert main(["--verbose", "doctor"]) == 2
-    assert "unrecognized arguments: --verbose" in capsys.readouterr().err
+    assert main(["--verson", "doctor"]) == 2
+    assert "unrecognized arguments: --verson doctor. Did you mean '--version'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "zero3", "--wrld", "2"], "unrecognized arguments: --wrld 2. Did you mean '--world'?"),
+        (["explain", "zero3", "--wrld=2"], "Did you mean '--world'?"),
+        (["launch", "--npoc", "2", "train.py"], "Did you mean '--nproc'?"),
+        (["explain", "zero3", "zero2"], "unrecognized arguments: zero2\n"),
+    ],
+)
+def test_an_unknown_option_gets_the_nearest(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.config.formats import Source, SourceError, read_json, read_toml, read_yaml
-from shardwise.errors import ConfigError, nearest
+from shardwise.errors import ConfigError
 
 _READERS: dict[str, Callable[[str], Source]] = {
     ".yaml": read_yaml,
@@ -14,6 +15,7 @@ _READERS: dict[str, Callable[[str], Source]] = {
     ".toml": read_toml,
     ".json": read_json,
 }
+_NO_PLANS = {"pyproject.toml", "package.json"}  # files of such a suffix that everybody has
 
 
 def read_source(path: Path) -> Source:
@@ -53,6 +55,12 @@ def _missing(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"There is no folder {str(folder)!r} for the plan {path.name!r}; looked from {Path.cwd()}."
-    plans = [file.name for file in folder.iterdir() if file.suffix.lower() in _READERS]
-    hint = nearest(path.name, plans) if plans else f"There is no {' or '.join(_READERS)} file in that folder."
+    names = {file.name for file in folder.iterdir() if file.suffix.lower() in _READERS} - _NO_PLANS
+    close = difflib.get_close_matches(path.name, sorted(names), n=1, cutoff=0.5)
+    if close:
+        hint = f"Did you mean {close[0]!r}?"
+    elif names:
+        hint = "A preset is named without a suffix, such as zero3."
+    else:
+        hint = f"There is no {' or '.join(_READERS)} file in that folder."
     return f"There is no plan file {str(path)!r}; looked in {folder.resolve()}. {hint}"
