@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import importlib
 from pathlib import Path
 
-from shardwise.config.formats import Source, SourceError, read_json, read_toml, read_yaml
+from shardwise.config.formats import Source, SourceError
 from shardwise.errors import ConfigError
 
-_READERS: dict[str, Callable[[str], Source]] = {
-    ".yaml": read_yaml,
-    ".yml": read_yaml,
-    ".toml": read_toml,
-    ".json": read_json,
+_READERS = {  # imported when such a file is read: most plans are the name of a preset
+    ".yaml": "shardwise.config.yaml_text",
+    ".yml": "shardwise.config.yaml_text",
+    ".toml": "shardwise.config.toml_text",
+    ".json": "shardwise.config.json_text",
 }
 _NO_PLANS = {"pyproject.toml", "package.json"}  # files of such a suffix that everybody has
 
@@ -29,7 +29,7 @@ def read_source(path: Path) -> Source:
         )
     text = _text(path)
     try:
-        source = reader(text)
+        source: Source = importlib.import_module(reader).read(text)
         if not source.values and not text.lstrip().startswith("{"):
             raise SourceError("the file is empty. Name at least a preset, such as zero3.")
     except SourceError as error:
@@ -38,6 +38,12 @@ def read_source(path: Path) -> Source:
     except RecursionError:
         raise ConfigError(f"{path}: the values are nested too deeply for a plan.") from None
     return source
+
+
+def parse_value(text: str) -> object:
+    """One value as YAML writes it; `SourceError` with a sentence for what is no YAML."""
+    value: object = importlib.import_module(_READERS[".yaml"]).parse(text)
+    return value
 
 
 def _text(path: Path) -> str:
