@@ -147,7 +147,7 @@ UNUSED = {"yaml", "tomllib", "rich", "matplotlib", "transformers", "torch._dynam
 
 
 def test_the_engine_brings_little_along_with_torch() -> None:
-    """0.2 s over torch where nothing else runs. Not by the clock either, but by what is imported and how much."""
+    """Not by the clock either, but by what is imported and how much."""
     probe = (
         "import sys\n"
         "import shardwise\n"
