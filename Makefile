@@ -4,7 +4,7 @@ PYTHON ?= python3
 NPROC  ?= 2
 PLAN   ?= zero3
 STEPS  ?=
-OUT    ?= runs/stdlib_gpt
+OUT    ?=
 ARGS   ?=
 QUICK  ?=
 
@@ -14,6 +14,13 @@ EXTRAS_BIN := .venv-extras/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETTLED := pyproject.toml constraints.txt
 
+# One worker begins with the tests of processes, which wait a lot, the others with those that compute; who is done first
+# takes from the rest.
+SHARED_OUT := -n auto --dist worksteal
+
+# Hundreds of processes import shardwise in the tests; what is compiled once need not be compiled by each of them.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help test check extras lint types floors train bench clean
 
@@ -21,14 +28,13 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: lint types floors ## all that has to pass before anything lands
-	$(BIN)/pytest -n auto tests/pure tests/ranks tests/golden tests/face
-	$(BIN)/pytest tests/processes tests/faults tests/device
+	$(BIN)/pytest $(SHARED_OUT) tests/processes tests/faults tests/device tests/golden tests/face tests/pure tests/ranks
 
 check: lint types floors ## what takes under a minute: style, types, floors, what needs no ranks
-	$(BIN)/pytest -n auto tests/pure tests/golden
+	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
 
 extras: .venv-extras/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...
-	$(EXTRAS_BIN)/python -m pytest -n auto tests/extras
+	$(EXTRAS_BIN)/python -m pytest $(SHARED_OUT) tests/extras
 
 lint: .venv/.test ## style, by ruff
 	$(BIN)/ruff check .
@@ -40,10 +46,11 @@ types: .venv/.test ## types, by mypy
 floors: .venv/.test ## who may import whom, by import-linter
 	$(BIN)/lint-imports
 
-train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/stdlib_gpt ARGS="..."
-	@echo "Training examples/stdlib_gpt on $(NPROC) ranks with the plan $(PLAN), into $(OUT)."
-	@exec $(BIN)/shardwise launch --nproc $(NPROC) examples/stdlib_gpt/train.py \
-	  --plan $(PLAN) $(if $(STEPS),--steps $(STEPS)) --out $(OUT) $(ARGS)
+train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/stdlib_gpt/zero3 ARGS="..."
+	@$(BIN)/shardwise explain "$(PLAN)" --world "$(NPROC)" > /dev/null # a wrong plan is refused before ranks start
+	@echo "Training examples/stdlib_gpt on $(NPROC) ranks with the plan $(PLAN)."
+	@HINTS=make exec $(BIN)/shardwise launch --nproc $(NPROC) examples/stdlib_gpt/train.py \
+	  --plan "$(PLAN)" $(if $(STEPS),--steps $(STEPS)) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 bench: .venv-bench/.made ## race the peers: QUICK=1 for two minutes of it, ARGS="--sizes small --rounds 5"
 	@exec $(PEERS_BIN)/python -m benchmarks peers $(if $(QUICK),--quick) $(ARGS)

@@ -2,7 +2,7 @@
 
     shardwise launch --nproc 2 examples/stdlib_gpt/train.py
 
-Leaves a record, a loss curve and checkpoints in runs/stdlib_gpt. Ctrl-C saves and leaves; the same
+Leaves a record, a loss curve and checkpoints in runs/stdlib_gpt/PLAN. Ctrl-C saves and leaves; the same
 command goes on from there, on as many processes as you like.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import signal
 import sys
@@ -33,6 +34,8 @@ from shardwise.data import Loader
 from shardwise.errors import ConfigError
 from shardwise.launch import StopRequest
 
+RUNS = Path("runs/stdlib_gpt")
+ROWS = 16  # of a step over all ranks, where --batch says nothing
 CORPUS_BYTES = 8 * 2**20
 JOB_PLAN = {"precision": "bf16", "clip_grad_norm": "1.0"}  # where neither --plan nor --set says anything
 WARMUP_SHARE, FINAL_LR_SHARE = 0.05, 0.1
@@ -47,6 +50,7 @@ class Run:
     args: argparse.Namespace
     world: sw.World
     plan: sw.Plan
+    rows: int
     model: ByteGPT
     engine: sw.Engine
     scheduler: LambdaLR
@@ -54,8 +58,12 @@ class Run:
     validation: Loader
 
     @property
+    def folder(self) -> Path:
+        return folder_of(self.args)
+
+    @property
     def checkpoints(self) -> Path:
-        return Path(self.args.out) / "checkpoints"
+        return self.folder / "checkpoints"
 
 
 def main() -> int:
@@ -64,7 +72,7 @@ def main() -> int:
         run = build(args, world)
         with closing(run.engine), run.train, run.validation:
             done = resume(run)
-            with Report(Path(args.out), run.plan, world, total=args.steps, resumed_step=done) as report:
+            with Report(run.folder, run.plan, world, total=args.steps, resumed_step=done) as report:
                 finished = train(run, done or 0, stop, report)
             return finish(run, stop, report) if finished else interrupted(stop)
 
@@ -72,11 +80,7 @@ def main() -> int:
 def build(args: argparse.Namespace, world: sw.World) -> Run:
     """Text, model, optimizer and schedule as in any script; then the engine that shards them."""
     plan = load_plan(args)
-    if args.batch % (world.size * plan.accumulate):
-        raise ConfigError(
-            f"--batch {args.batch} does not divide among {world.size} ranks with {plan.accumulate} "
-            f"micro-batches each. Give a multiple of {world.size * plan.accumulate}."
-        )
+    rows = batch_rows(args, world.size * plan.accumulate, world.size)
     corpus = Corpus.of_folder(Path(args.text), CORPUS_BYTES)
     torch.manual_seed(args.seed)
     model = ByteGPT(ModelSize(args.layers, args.width, args.heads, args.context))
@@ -86,30 +90,55 @@ def build(args: argparse.Namespace, world: sw.World) -> Run:
         args=args,
         world=world,
         plan=plan,
+        rows=rows,
         model=model,
         engine=engine,
         scheduler=LambdaLR(optimizer, lambda step: lr_share(step, args.steps)),
         train=Loader(
             pieces(corpus.train, args.context),
-            batch_rows=args.batch,
+            batch_rows=rows,
             seed=args.seed,
             world=world,
             accumulate=plan.accumulate,
             steps=args.steps,
         ),
         validation=Loader(
-            pieces(corpus.validation, args.context), batch_rows=args.batch, world=world, steps=VALIDATION_BATCHES
+            pieces(corpus.validation, args.context), batch_rows=rows, world=world, steps=VALIDATION_BATCHES
         ),
     )
+
+
+def folder_of(args: argparse.Namespace) -> Path:
+    """As --out says, or one for each plan: `runs/stdlib_gpt/zero3`."""
+    return Path(args.out) if args.out else RUNS / Path(args.plan).stem
+
+
+def batch_rows(args: argparse.Namespace, parts: int, num_ranks: int) -> int:
+    """Rows of a step: as --batch says, which has to come out even, or 16, rounded up until they do."""
+    if args.batch is None:
+        return -(-ROWS // parts) * parts
+    if args.batch <= 0 or args.batch % parts:
+        raise ConfigError(
+            f"--batch {args.batch} does not divide among {num_ranks} ranks with {parts // num_ranks} micro-batches "
+            f"each. Give a multiple of {parts}: {as_given(f'--batch {max(1, round(args.batch / parts)) * parts}')}."
+        )
+    return int(args.batch)
 
 
 def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
     """All steps after `done`. False if somebody asked to stop; what was done is saved either way."""
     steps = run.args.steps
     if done >= steps:
-        report.note(f"All {steps} steps are done. For more give a larger --steps; to start over, --fresh.")
+        report.note(
+            f"{done} of {steps} steps are done already, in {run.folder}. For more give a larger "
+            f"{as_given('--steps N')}; to start over, {as_given('--fresh')}."
+        )
     elif done:
         report.note(f"Going on after step {done} of {steps}, from {run.checkpoints}.")
+    else:
+        report.note(f"A new run, kept in {run.folder}.")
+    if run.args.batch is None and run.rows != ROWS:
+        report.note(f"{ROWS} rows do not divide among {run.world.size} ranks: a step takes {run.rows}.")
     batches = iter(run.train)
     for step in range(done + 1, steps + 1):
         started = time.perf_counter()
@@ -119,7 +148,7 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
         report.step(
             step,
             loss=loss,
-            batch_tokens=run.args.batch * run.args.context,
+            batch_tokens=run.rows * run.args.context,
             lr=lr,
             norm=norm,
             seconds=seconds,
@@ -192,8 +221,9 @@ def resume(run: Run) -> int | None:
         was = resumed.state["job"][name]
         if was != value:
             raise ConfigError(
-                f"The run in {run.args.out} was started with {name} {was}, not {value}. "
-                f"Give what it was, another --out, or --fresh to start over."
+                f"The run in {run.folder} was started with {name} {was}, not {value}. Give what it was, "
+                f"{as_given(f'--{name} {was}')}, or another {as_given('--out FOLDER')}; to start over, "
+                f"{as_given('--fresh')}."
             )
     run.scheduler.load_state_dict(resumed.state["scheduler"])
     run.train.load_state_dict(resumed.state["data"])
@@ -203,7 +233,7 @@ def resume(run: Run) -> int | None:
 def identity(run: Run) -> dict[str, Any]:
     """What must not change while a run lasts, lest its loss curve be that of two runs."""
     args = run.args
-    return {"seed": args.seed, "batch": args.batch, "lr": args.lr, **asdict(run.model.size)}
+    return {"seed": args.seed, "batch": run.rows, "lr": args.lr, **asdict(run.model.size)}
 
 
 def load_plan(args: argparse.Namespace) -> sw.Plan:
@@ -211,6 +241,14 @@ def load_plan(args: argparse.Namespace) -> sw.Plan:
     plan = sw.load_plan(args.plan, overrides=tuple(args.set))
     wishes = (f"{key}={value}" for key, value in JOB_PLAN.items() if plan.origin(key) == "default")
     return sw.load_plan(args.plan, overrides=(*wishes, *args.set))
+
+
+def as_given(option: str) -> str:
+    """How to give an option in the words of the command that was used: `make train` takes most of them in ARGS."""
+    if os.environ.get("HINTS") != "make":
+        return option
+    name, _, value = option.removeprefix("--").partition(" ")
+    return f"{name.upper()}={value}" if name in ("steps", "out", "plan") else f'ARGS="{option}"'
 
 
 def lr_share(step: int, steps: int) -> float:
@@ -229,10 +267,10 @@ def parse_arguments() -> argparse.Namespace:
     option("--plan", default="zero3", help="a preset or a plan file (default: zero3)")
     option("--set", action="append", default=[], metavar="KEY=VALUE", help="change the plan: precision=fp32")
     option("--steps", type=int, default=300, help="optimizer steps in all (default: 300)")
-    option("--batch", type=int, default=16, help="rows of a step over all ranks (default: 16)")
+    option("--batch", type=int, help=f"rows of a step over all ranks (default: {ROWS}, or a few more to divide)")
     option("--lr", type=float, default=1e-3, help="largest learning rate (default: 1e-3)")
     option("--seed", type=int, default=0, help="of weights, batches and sample (default: 0)")
-    option("--out", default="runs/stdlib_gpt", help="folder of the run (default: runs/stdlib_gpt)")
+    option("--out", help=f"folder of the run (default: one for each plan, such as {RUNS}/zero3)")
     option("--save-every", type=int, default=50, help="steps between checkpoints (default: 50)")
     option("--validate-every", type=int, default=50, help="steps between validations (default: 50)")
     option("--fresh", action="store_true", help="start over, whatever --out has")

@@ -41,6 +41,21 @@ class MemoryReport:
     def replicated_total(self) -> int:
         return sum(self.replicated.values())
 
+    def __str__(self) -> str:
+        """A table: a line for each kind, and one for all of them."""
+        columns = (self.promised, self.measured, self.replicated)
+        totals = (self.promised_total, self.measured_total, self.replicated_total)
+        rows = [
+            ("bytes of this rank", "promised", "measured", "if replicated"),
+            *((kind, *(format_bytes(column[kind]) for column in columns)) for kind in self.promised),
+            ("in all", *map(format_bytes, totals)),
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            f"{name:{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+            for name, *cells in rows
+        )
+
 
 def memory_of(works: Works) -> MemoryReport:
     """Promise and measurement for this rank."""

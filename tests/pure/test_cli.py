@@ -107,8 +107,24 @@ def test_version_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) ->
     assert all(verb in out for verb in VERBS)
     assert main([]) == 2
     assert capsys.readouterr().out.startswith("usage: shardwise")
-    assert main(["--verbose", "doctor"]) == 2
-    assert "unrecognized arguments: --verbose" in capsys.readouterr().err
+    assert main(["--verson", "doctor"]) == 2
+    assert "unrecognized arguments: --verson doctor. Did you mean '--version'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "zero3", "--wrld", "2"], "unrecognized arguments: --wrld 2. Did you mean '--world'?"),
+        (["explain", "zero3", "--wrld=2"], "Did you mean '--world'?"),
+        (["launch", "--npoc", "2", "train.py"], "Did you mean '--nproc'?"),
+        (["explain", "zero3", "zero2"], "unrecognized arguments: zero2\n"),
+    ],
+)
+def test_an_unknown_option_gets_the_nearest(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -124,6 +140,28 @@ def test_help_imports_nothing_heavy() -> None:
     shown, _, imported = done.stdout.partition("imported: ")
     assert shown.startswith("usage: shardwise")
     assert not HEAVY & set(imported.split())
+
+
+UNUSED = {"yaml", "tomllib", "rich", "matplotlib", "transformers", "torch._dynamo", "torch.distributed.checkpoint"}
+"""What the engine does without until somebody asks for it: a plan file, a progress line, a checkpoint of others."""
+
+
+def test_the_engine_brings_little_along_with_torch() -> None:
+    """Not by the clock either, but by what is imported and how much."""
+    probe = (
+        "import sys\n"
+        "import shardwise\n"
+        "print(*{name.partition('.')[0] for name in sys.modules})\n"
+        "import torch\n"
+        "before = set(sys.modules)\n"
+        "import shardwise.engine\n"
+        "print(*set(sys.modules) - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True)
+    at_first, with_engine = (set(line.split()) for line in done.stdout.splitlines())
+    assert not HEAVY & at_first
+    assert not UNUSED & with_engine
+    assert len([name for name in with_engine if not name.startswith("shardwise")]) < 80, sorted(with_engine)
 
 
 def test_it_runs_as_a_module(tmp_path: Path) -> None:

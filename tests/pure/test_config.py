@@ -347,8 +347,11 @@ def test_a_toml_value_of_the_wrong_type_below_a_list_of_tables(write: Any) -> No
 
 
 def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
+    write("pyproject.toml", "[project]")  # lies in many a folder, and is no plan
     assert "There is no .yaml or .yml" in refused("plan.yaml")
+    assert "There is no .yaml or .yml" in refused("project.toml")
     write("plan.yaml", "preset: ddp")
+    assert refused("nofile.toml").endswith("A preset is named without a suffix, such as zero3.")
     assert refused("plam.yaml") == (
         f"There is no plan file 'plam.yaml'; looked in {tmp_path}. Did you mean 'plan.yaml'?"
     )

@@ -363,7 +363,8 @@ def test_a_batch_that_cannot_be_rehearsed_is_refused(model_file: Path) -> None:
 def test_what_cannot_be_explained_is_refused() -> None:
     assert refused("zero4", "--world", "2").startswith("There is no preset 'zero4'. Did you mean 'zero")
     assert refused("--world", "2").startswith("Name a plan: a preset such as zero3, or a file.")
-    assert refused("zero3") == "For how many ranks? Give --world N of at least 1, not None."
+    assert refused("zero3") == "For how many ranks? Give --world N of at least 1."
+    assert refused("zerro3") == "There is no preset 'zerro3'. Did you mean 'zero3'?"  # before it asks for ranks
     assert refused("zero3", "--world", "0") == "For how many ranks? Give --world N of at least 1, not 0."
     assert "makes 3 ranks, but the world has 4" in refused("zero3", "--world", "4", "--set", "mesh={dp: 3}")
     assert "an optimizer keeps none or more" in refused("zero3", "--world", "2", "--optimizer-states", "-1")

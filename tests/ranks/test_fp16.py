@@ -34,7 +34,7 @@ CASES: list[Any] = [("zero3", 2, None), ("zero2", 3, None), ("zero1", 2, None), 
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), CASES)
 def test_fp16_stays_near_the_plain_model(preset: str, num_ranks: int, mesh: Any) -> None:
     torch.manual_seed(0)
-    model, data = Transformer(), batches(12, rows=12)
+    model, data = Transformer(), batches(6, rows=12)
     run = sharded_run(model, data, preset, num_ranks, mesh, precision="fp16", clip_grad_norm=0.5)
     assert_rounds_like_the_plain_model(run, model, data, num_ranks=num_ranks, clip=0.5, dtype=torch.float16)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 import twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import VOCAB, WIDTH, Batch, Transformer, adamw, batches, full_params
+from twins import VOCAB, WIDTH, Batch, Run, Transformer, adamw, assert_as_near, assert_same, batches, full_params
 
 import shardwise as sw
 from shardwise.testing import run_ranks
@@ -61,7 +62,7 @@ class Subject(Transformer):
 
 @dataclass(frozen=True)
 class Feature:
-    """What it changes: the plan, the model, the optimizer, the loop; and how near a narrow dtype comes."""
+    """What it changes: the plan, the model, the optimizer, the loop; and how near it comes in fp32."""
 
     plan: dict[str, Any] = field(default_factory=dict)
     model: dict[str, bool] = field(default_factory=dict)
@@ -69,6 +70,7 @@ class Feature:
     loop: str = ""
     frozen: bool = False
     deferred: bool = False
+    dtype: torch.dtype | None = None
     excludes: tuple[str, ...] = ()
     rel: float = 2e-6
     atol: float = 2e-5
@@ -87,8 +89,8 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
 
 
 FEATURES: dict[str, Feature] = {
-    "bf16": Feature(plan={"precision": "bf16"}, excludes=("fp16",), rel=2e-2, atol=4e-2),
-    "fp16": Feature(plan={"precision": "fp16"}, rel=4e-3, atol=2e-2),
+    "bf16": Feature(plan={"precision": "bf16"}, dtype=torch.bfloat16, excludes=("fp16",)),
+    "fp16": Feature(plan={"precision": "fp16"}, dtype=torch.float16),
     "rules": Feature(
         plan={
             "rules": {"norms": {"classes": ["LayerNorm"], "rows": {"param": {"shard": []}, "held": {"shard": []}}}},
@@ -156,6 +158,11 @@ class Race:
         return make(model)
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """What it computes in, unless that is fp32."""
+        return next((feature.dtype for feature in self.both if feature.dtype is not None), None)
+
+    @property
     def num_micro_batches(self) -> int:
         return 2 if "accumulate" in self.plan() or "no_sync" in self.loops() else 1
 
@@ -166,27 +173,44 @@ def micro_batches(batch: Batch, rank: int, num: int) -> list[Batch]:
     return list(zip(x.chunk(num), y.chunk(num), strict=True))
 
 
-def plain(race: Race, data: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
-    model = race.model()
-    optimizer = race.optimizer(model)
+def plain(race: Race, data: list[Batch], dtype: torch.dtype | None = None) -> Run:
+    """The twin takes what the ranks take, one after the other; in a narrow `dtype` beside fp32 masters."""
+    masters = race.model()
+    model = masters if dtype is None else twins.narrowed(masters, dtype)
+    scale = 2.0**16 if dtype == torch.float16 else 1.0
+    optimizer = race.optimizer(masters)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if "schedule" in race.loops() else None
-    losses = []
+    run = Run()
     for step, batch in enumerate(data):
         optimizer.zero_grad()
         total = 0.0
         for rank in range(NUM_RANKS):
             model.choose((rank + step) % 2)
             for x, y in micro_batches(batch, rank, race.num_micro_batches):
+                model.zero_grad() if model is not masters else None
                 loss = model(x, y) / (NUM_RANKS * race.num_micro_batches)
-                loss.backward()
+                (loss * scale if scale != 1 else loss).backward()
+                _widen(model, masters, scale)
                 total += loss.item()
-        if "clip_grad_norm" in race.plan():
-            torch.nn.utils.clip_grad_norm_(model.parameters(), race.plan()["clip_grad_norm"])
+        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), race.plan().get("clip_grad_norm", math.inf))
         optimizer.step()
+        twins.copy_params(masters, model)
         if scheduler is not None:
             scheduler.step()
-        losses.append(total)
-    return losses, {name: param.detach().clone() for name, param in model.named_parameters()}
+        run.losses.append(total)
+        run.norms.append(norm.item())
+    run.params = {name: param.detach().clone() for name, param in masters.named_parameters()}
+    return run
+
+
+def _widen(model: nn.Module, masters: nn.Module, scale: float) -> None:
+    """Add the gradients of a narrow model to those of the masters."""
+    if model is masters:
+        return
+    for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+        if param.grad is not None:
+            wide = param.grad.float() / scale
+            master.grad = wide if master.grad is None else master.grad + wide
 
 
 class Runner:
@@ -249,7 +273,6 @@ class Runner:
 def test_every_pair_of_features_races_its_twin(one: str, other: str, tmp_path: Path) -> None:
     race = Race(FEATURES[one], FEATURES[other])
     data = batches(NUM_STEPS, rows=ROWS)
-    losses, params = plain(race, data)
     replicas = [race.model(sharded=True) for _ in range(NUM_RANKS)]
 
     def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
@@ -262,8 +285,12 @@ def test_every_pair_of_features_races_its_twin(one: str, other: str, tmp_path: P
         runner.engine.close()
         return seen, whole
 
-    rel, atol = max(f.rel for f in race.both), max(f.atol for f in race.both)
+    wide = plain(race, data)
     for seen, whole in run_ranks(NUM_RANKS, rank):
-        assert seen == pytest.approx(losses, rel=rel)
-        for name, param in params.items():
-            assert torch.allclose(whole[name].float(), param, atol=atol), name
+        run = Run(losses=seen, params={name: value.float() for name, value in whole.items()})
+        if race.dtype is None:
+            rel, atol = max(f.rel for f in race.both), max(f.atol for f in race.both)
+            assert_same(run, replace(wide, norms=[]), loss=rel, param=atol)
+        else:
+            narrow = plain(race, data, race.dtype)
+            assert_as_near(run, replace(narrow, norms=[]), replace(wide, norms=[]))

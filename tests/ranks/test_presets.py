@@ -22,6 +22,8 @@ import shardwise as sw
 
 ALL = [*PRESETS_2, *PRESETS_4, *PRESETS_2X2, ("zero3", 3, None), ("zero3", 1, None), ("hsdp", 4, None)]
 IDS = [f"{name}-{n}{'x2' if mesh else ''}" for name, n, mesh in ALL]
+NUM_STEPS = 8
+"""The first is recorded, the others follow the record."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def model() -> Transformer:
 def test_trains_like_the_plain_model(
     preset: str, num_ranks: int, mesh: Any, model: Transformer, *, shares_memory: bool
 ) -> None:
-    data = batches(20, rows=12)
+    data = batches(NUM_STEPS, rows=12)
     run = sharded_run(model, data, preset, num_ranks, mesh, clip_grad_norm=0.5, shares_memory=shares_memory)
     assert_same(run, plain_run(model, data, clip=0.5))
     assert run.losses[-1] < run.losses[0]
@@ -43,7 +45,7 @@ def test_trains_like_the_plain_model(
 
 @pytest.mark.parametrize(("preset", "num_ranks", "mesh"), ALL, ids=IDS)
 def test_bf16_stays_near_the_plain_model(preset: str, num_ranks: int, mesh: Any, model: Transformer) -> None:
-    data = batches(20, rows=12)
+    data = batches(NUM_STEPS, rows=12)
     run = sharded_run(model, data, preset, num_ranks, mesh, precision="bf16")
     assert_rounds_like_the_plain_model(run, model, data, num_ranks=num_ranks, dtype=torch.bfloat16)
 

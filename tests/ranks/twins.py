@@ -123,10 +123,7 @@ def plain_run(
             param.grad = sum(there[1:], there[0]) / (scale * shares) if there else None
         norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), clip if clip is not None else float("inf"))
         optimizer.step()
-        if dtype is not None:
-            with torch.no_grad():
-                for param, master in zip(model.parameters(), masters.parameters(), strict=True):
-                    param.copy_(master)
+        copy_params(masters, model)
         run.losses.append(sum(losses) / shares)
         run.norms.append(norm.item())
     floating = [(name, param) for name, param in masters.named_parameters() if param.is_floating_point()]
@@ -141,6 +138,14 @@ def narrowed(model: nn.Module, dtype: torch.dtype, keeps: tuple[type[nn.Module],
         if isinstance(module, keeps):
             module.float()
     return narrow
+
+
+def copy_params(masters: nn.Module, model: nn.Module) -> None:
+    """What a narrow model computes with is the cast of its masters; a model may be its own."""
+    if model is not masters:
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                param.copy_(master)
 
 
 def _loss_and_grads(
@@ -299,7 +304,7 @@ def assert_as_near(run: Run, twin: Run, other: Run, *, times: float = 4.0) -> No
 
 def _furthest(pairs: Iterable[tuple[float, float]]) -> float:
     """The largest relative distance."""
-    return max(abs(one - other) / abs(other) for one, other in pairs)
+    return max((abs(one - other) / abs(other) for one, other in pairs), default=0.0)
 
 
 def assert_rounds_like_the_plain_model(

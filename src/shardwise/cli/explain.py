@@ -74,18 +74,19 @@ def _explained(args: argparse.Namespace) -> Explained:
         raise ConfigError(
             "Name a plan: a preset such as zero3, or a file. shardwise explain --list prints the presets."
         )
+    plan = load_plan(args.plan, args.set)
+    known_from = preset(plan.preset).known_from
     if args.world is None or args.world < 1:
-        raise ConfigError(f"For how many ranks? Give --world N of at least 1, not {args.world}.")
+        given = "" if args.world is None else f", not {args.world}"
+        raise ConfigError(f"For how many ranks? Give --world N of at least 1{given}.")
     if args.optimizer_states < 0:
         raise ConfigError(f"--optimizer-states is {args.optimizer_states}; an optimizer keeps none or more.")
-    plan = load_plan(args.plan, args.set)
     mesh = mesh_for(plan, args.world)
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch is for a model: give --model FILE:CALLABLE too.")
     units, sizes, activations = _units(args, plan, table, mesh)
-    known_from, optimizer = preset(plan.preset).known_from, args.optimizer
-    states = args.optimizer_states
+    states, optimizer = args.optimizer_states, args.optimizer
     return explain(plan, mesh, table, known_from, units, sizes, states, optimizer, activations, args.batch)
 
 

@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from shardwise.cli.unread import UNREAD_STATUS, is_about_output, let_go
 from shardwise.errors import ShardwiseError, nearest
@@ -76,15 +77,27 @@ def _run(arguments: list[str]) -> int:
         return _refuse(f"there is no verb {verb!r}. {nearest(verb, VERBS)} See shardwise --help.")
     module_name, summary = VERBS[verb]
     module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(prog=f"shardwise {verb}", description=_sentence(summary), allow_abbrev=False)
+    parser = _Parser(prog=f"shardwise {verb}", description=_sentence(summary), allow_abbrev=False)
     module.add_arguments(parser)
     status: int = module.run(parser.parse_args(rest))
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest option where one is not known."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+            hint = f". {nearest(option, self._option_string_actions)}" if option else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known
+
+
 def _top_parser() -> argparse.ArgumentParser:
     width = max(map(len, VERBS))
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="shardwise",
         usage="shardwise [--help] [--version] VERB ...",
         description="Train PyTorch models that do not fit.",

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shardwise.config.formats import KeyPath, SourceError, parse_yaml
+from shardwise.config.formats import KeyPath, SourceError
 from shardwise.config.letters import as_config_error
 from shardwise.config.schema import Plan, flatten
-from shardwise.config.sources import read_source
+from shardwise.config.sources import parse_value, read_source
 from shardwise.errors import ConfigError
 
 PlanSource = Plan | Mapping[str, Any] | str | os.PathLike[str]
@@ -100,7 +100,7 @@ def _parsed(override: str) -> tuple[KeyPath, object]:
     if not text.strip():
         raise ConfigError(f"override {override!r}: there is no value; write null for none.")
     try:
-        value = parse_yaml(text)
+        value = parse_value(text)
     except SourceError as error:
         raise ConfigError(f"override {override!r}: {error} Text with marks in it needs quotes.") from None
     return path, _copied(value, name) if isinstance(value, Mapping) else value

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import importlib
 from pathlib import Path
 
-from shardwise.config.formats import Source, SourceError, read_json, read_toml, read_yaml
-from shardwise.errors import ConfigError, nearest
+from shardwise.config.formats import Source, SourceError
+from shardwise.errors import ConfigError
 
-_READERS: dict[str, Callable[[str], Source]] = {
-    ".yaml": read_yaml,
-    ".yml": read_yaml,
-    ".toml": read_toml,
-    ".json": read_json,
+_READERS = {  # imported when such a file is read: most plans are the name of a preset
+    ".yaml": "shardwise.config.yaml_text",
+    ".yml": "shardwise.config.yaml_text",
+    ".toml": "shardwise.config.toml_text",
+    ".json": "shardwise.config.json_text",
 }
+_NO_PLANS = {"pyproject.toml", "package.json"}  # files of such a suffix that everybody has
 
 
 def read_source(path: Path) -> Source:
@@ -27,7 +29,7 @@ def read_source(path: Path) -> Source:
         )
     text = _text(path)
     try:
-        source = reader(text)
+        source: Source = importlib.import_module(reader).read(text)
         if not source.values and not text.lstrip().startswith("{"):
             raise SourceError("the file is empty. Name at least a preset, such as zero3.")
     except SourceError as error:
@@ -36,6 +38,12 @@ def read_source(path: Path) -> Source:
     except RecursionError:
         raise ConfigError(f"{path}: the values are nested too deeply for a plan.") from None
     return source
+
+
+def parse_value(text: str) -> object:
+    """One value as YAML writes it; `SourceError` with a sentence for what is no YAML."""
+    value: object = importlib.import_module(_READERS[".yaml"]).parse(text)
+    return value
 
 
 def _text(path: Path) -> str:
@@ -53,6 +61,12 @@ def _missing(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"There is no folder {str(folder)!r} for the plan {path.name!r}; looked from {Path.cwd()}."
-    plans = [file.name for file in folder.iterdir() if file.suffix.lower() in _READERS]
-    hint = nearest(path.name, plans) if plans else f"There is no {' or '.join(_READERS)} file in that folder."
+    names = {file.name for file in folder.iterdir() if file.suffix.lower() in _READERS} - _NO_PLANS
+    close = difflib.get_close_matches(path.name, sorted(names), n=1, cutoff=0.5)
+    if close:
+        hint = f"Did you mean {close[0]!r}?"
+    elif names:
+        hint = "A preset is named without a suffix, such as zero3."
+    else:
+        hint = f"There is no {' or '.join(_READERS)} file in that folder."
     return f"There is no plan file {str(path)!r}; looked in {folder.resolve()}. {hint}"

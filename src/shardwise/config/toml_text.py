@@ -1,0 +1,46 @@
+"""TOML plan files."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise.config.formats import KeyPath, Source, SourceError
+from shardwise.config.schema import flatten
+
+
+def read(text: str) -> Source:
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        why, _, place = str(error).partition(" (at ")
+        line = re.match(r"line (\d+)", place)
+        raise SourceError(f"this is not TOML: {why}.", int(line[1]) if line else None) from None
+    return Source(values, dict(_toml_lines(text)))
+
+
+def _toml_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
+    table: KeyPath = ()
+    for line, statement, says in _toml_statements(text):
+        keys = flatten(says)
+        yield from (((*(() if statement.startswith("[") else table), *key), line) for key in keys)
+        if statement.startswith("["):
+            table = max(keys, key=len)
+
+
+def _toml_statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Each statement with its first line and what it says alone."""
+    waiting, first = "", 1
+    for line, content in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+        if not waiting:
+            first = line
+        waiting += content + "\n"
+        try:
+            says = tomllib.loads(waiting)
+        except tomllib.TOMLDecodeError:
+            continue  # a list or a text over several lines
+        if says:
+            yield first, waiting.lstrip(), says
+        waiting = ""

@@ -1,0 +1,80 @@
+"""YAML: plan files, and the values of overrides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from shardwise.config.formats import KeyPath, Source, SourceError, as_mapping
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people expect it: 1e-3 is a number (YAML 1.2), not text (YAML 1.1)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def parse(text: str) -> Any:
+    """One YAML value, as strict as a file; `SourceError` with a sentence for what is no YAML."""
+    return _compose(text)[1]
+
+
+def read(text: str) -> Source:
+    node, values = _compose(text)
+    return Source(as_mapping(values), dict(_yaml_lines(node))) if node else Source({}, {})
+
+
+def _compose(text: str) -> tuple[yaml.Node | None, Any]:
+    """The tree with its marks, and the values that it stands for."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, None
+        _refuse_odd_keys(node, ())
+        return node, loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        why = f"this is not YAML: {error.problem or error.context}."
+        raise SourceError(why, mark.line + 1 if mark else None) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise SourceError(f"this is not YAML: {error.reason}.", line) from None
+    except ValueError as error:
+        raise SourceError(f"a value is not what its form says: {error}. Put it in quotes.") from None
+
+
+def _refuse_odd_keys(node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
+    """Keys must be text and stand once; YAML itself would keep the last and say nothing."""
+    if node in above:
+        raise SourceError("an alias refers to the mapping that it stands in.", node.start_mark.line + 1)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+            raise SourceError(f"the key {_as_written(key)} is not text. Put it in quotes.", line)
+        if key.value in seen:
+            raise SourceError(f"the key {key.value!r} stands twice, first on line {seen[key.value]}.", line)
+        seen[key.value] = line
+        _refuse_odd_keys(value, (*above, node))
+
+
+def _as_written(key: yaml.Node) -> str:
+    return repr(key.value) if isinstance(key, yaml.ScalarNode) else "here"
+
+
+def _yaml_lines(node: yaml.Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield (*path, key.value), key.start_mark.line + 1
+            yield from _yaml_lines(value, (*path, key.value))

@@ -1,0 +1,180 @@
+"""Every block of Python in the README and in docs/ runs as it stands, given the names that its page presumes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_transformers import llama
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import FaultError
+from shardwise.testing import run_ranks, skip_at
+
+ROOT = Path(__file__).parents[2]
+Names = dict[str, Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)
+
+
+class Small(nn.Module):
+    """With the names that the pages have; its output is its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(11, 8)
+        self.h = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.wte(tokens)
+        for block in self.h:
+            hidden = block(hidden)
+        loss: torch.Tensor = self.head(hidden).square().mean()
+        return loss
+
+
+BATCH = torch.arange(6).reshape(2, 3)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
+def trained(model: nn.Module, world: sw.World | None) -> Names:
+    """An engine that has taken a step, and what a loop has around it."""
+    optimizer = adamw(model)
+    engine = sw.shard(model, "zero3", optimizer=optimizer, world=world)
+    engine.backward(engine(BATCH))
+    engine.step()
+    return {"engine": engine, "model": model, "optimizer": optimizer, "batch": BATCH, "micro_batch": BATCH}
+
+
+def nothing(_: sw.World | None) -> Names:
+    return {"build": Small, "model": Small(), "loader": [BATCH] * 2, "data": [BATCH] * 6}
+
+
+def an_engine(world: sw.World | None) -> Names:
+    return trained(Small(), world)
+
+
+def a_loop(world: sw.World | None) -> Names:
+    names = trained(Small(), world)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(names["optimizer"])
+    loader = sw.data.Loader([BATCH[0]] * 8, batch_rows=2, steps=4)
+    return {**names, "scheduler": scheduler, "loader": loader, "epoch": 0}
+
+
+def a_language_model(_: sw.World | None) -> Names:
+    model = llama()
+    model.save_pretrained("path/to/folder")
+    engine = sw.shard(model, "zero3")
+    return {"engine": engine, "config": model.config, "prompt": torch.tensor([[1, 2]])}
+
+
+def data_sets(_: sw.World | None) -> Names:
+    rows = [torch.arange(3) for _ in range(96)]
+    np.arange(4000, dtype=np.uint16).tofile("tokens.bin")
+    model = Small()
+    return {
+        **dict.fromkeys(("dataset", "web", "code"), rows),
+        "my_collate": torch.stack,
+        "lengths": [1000] * 4,
+        "model": model,
+        "optimizer": adamw(model),
+        "plan": "zero3",
+    }
+
+
+def a_plain_optimizer(world: sw.World | None) -> Names:
+    plain = Small()
+    optimizer = adamw(plain)
+    plain(BATCH).backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), "adamw.pt")
+    return trained(Small(), world)
+
+
+def a_script(_: sw.World | None) -> Names:
+    return {"data": [BATCH], "train": lambda batch: None, "save_checkpoint": lambda: None}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a block is given, on how many threads as ranks it runs (0: none), and what is shortened in it."""
+
+    names: Callable[[sw.World | None], Names] = nothing
+    num_ranks: int = 0
+    instead: dict[str, str] = field(default_factory=dict)
+
+
+FEW = {"steps=10_000": "steps=4", "run/": "here/"}
+BLOCKS: dict[tuple[str, int], Setting] = {
+    ("README.md", 0): Setting(),
+    ("docs/birth.md", 0): Setting(),
+    ("docs/birth.md", 1): Setting(a_language_model),
+    ("docs/birth.md", 2): Setting(),
+    ("docs/birth.md", 3): Setting(a_language_model, instead={"=100": "=2"}),
+    ("docs/checkpoints.md", 0): Setting(a_loop, instead={"...": "engine.backward(engine(batch))", "% 100": "% 2"}),
+    ("docs/checkpoints.md", 1): Setting(an_engine, num_ranks=8),
+    ("docs/convert.md", 0): Setting(an_engine),
+    ("docs/data.md", 0): Setting(data_sets, instead=FEW),
+    ("docs/data.md", 1): Setting(data_sets, instead=FEW),
+    ("docs/data.md", 2): Setting(data_sets),
+    ("docs/data.md", 3): Setting(data_sets),
+    ("docs/engine.md", 0): Setting(an_engine, num_ranks=2),
+    ("docs/faults.md", 0): Setting(),
+    ("docs/launching.md", 0): Setting(a_script),
+    ("docs/optimizers.md", 0): Setting(),
+    ("docs/optimizers.md", 1): Setting(a_plain_optimizer),
+}
+
+
+def blocks() -> dict[tuple[str, int], str]:
+    """Every block of Python by its page and number."""
+    found = {}
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for number, text in enumerate(
+            re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        ):
+            found[str(page.relative_to(ROOT)), number] = text
+    return found
+
+
+def test_every_block_has_a_setting() -> None:
+    assert set(BLOCKS) == set(blocks())
+
+
+@pytest.mark.parametrize(("page", "number"), BLOCKS, ids=[f"{page}-{number}" for page, number in BLOCKS])
+def test_it_runs(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    setting, text = BLOCKS[page, number], blocks()[page, number]
+    for long, short in setting.instead.items():
+        assert long in text or setting.instead is FEW
+        text = text.replace(long, short)
+
+    def run(world: sw.World | None) -> None:
+        given = {"sw": sw, "torch": torch, "np": np, "pytest": pytest, "FaultError": FaultError}
+        names: Names = {**given, "run_ranks": run_ranks, "skip_at": skip_at, **setting.names(world)}
+        if "transformers" in text:
+            names["transformers"] = pytest.importorskip("transformers")
+        exec(compile(text, f"{page}, block {number}", "exec"), names)
+
+    if setting.num_ranks:
+        run_ranks(setting.num_ranks, run)
+    else:
+        run(None)
