@@ -1,6 +1,8 @@
 """Run by `test_checkpoint_faults.py`: two steps, a checkpoint after each; rank 1 is killed in its second file if asked.
 
-dies_while_saving.py FOLDER [die]
+dies_while_saving.py FOLDER [die | die-awaited]
+
+With `die-awaited` rank 0 waits for the checkpoint, and takes SIGTERM for a request that it cannot answer meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import write
+from shardwise.launch import StopRequest
 
 
 def main() -> None:
@@ -27,10 +30,13 @@ def main() -> None:
             while engine.num_steps < 2:
                 engine.backward(engine(torch.ones(2, 64)).sum())
                 engine.step()
-                if engine.num_steps == 2 and sys.argv[2:] == ["die"]:
+                if engine.num_steps == 2 and sys.argv[2:]:
                     if world.rank == 1:
                         write._write_all = die
                     engine.save(sys.argv[1], wait=False)
+                    if world.rank == 0 and sys.argv[2] == "die-awaited":
+                        with StopRequest():
+                            engine.wait_for_save()
                     time.sleep(60)
                 engine.save(sys.argv[1], wait=False)
 

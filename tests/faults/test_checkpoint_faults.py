@@ -55,3 +55,15 @@ def test_a_rank_that_dies_while_saving(tmp_path: Path) -> None:
     assert after.stdout == "resumed from 1\n"
     assert list(checkpoints_in(folder)) == [1, 2]
     assert not list(folder.glob(".*")), "the draft of the dead is still there"
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_waits_for_the_dead_ones_file_is_told(tmp_path: Path) -> None:
+    """Not ended by force, after it has waited for a note that never comes."""
+    died = launch(DIES, 2, str(tmp_path), "die-awaited")
+    assert died.returncode == 137, died.stderr
+    assert "rank 1 has ended (killed?) before its file was finished" in died.stderr
+    assert "rank 0 then raised" in died.stderr
+    assert "had to be killed" not in died.stderr
+    assert list(checkpoints_in(tmp_path)) == [1]
+    assert not list(tmp_path.glob(".writing-*"))

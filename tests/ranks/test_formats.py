@@ -111,7 +111,7 @@ def test_inspect_reads_what_was_saved(run: Any) -> None:
         ({"notes.txt": ""}, "no checkpoint that is known here: it has notes.txt"),
         ({"latest_checkpointed_iteration.txt": "5"}, "a checkpoint of Megatron-LM"),
         ({"adapter_config.json": "{}"}, "an adapter of PEFT"),
-        ({"step-00000001/rank-00000.safetensors": "", "latest": "step-00000001"}, "none of its step folders has"),
+        ({"step-00000001/rank-00000.safetensors": "", "latest": "step-00000001"}, "names step-00000001, but"),
         ({"index.json": "{"}, "cannot be read"),
         ({"model.safetensors": "x" * 20}, "not a safetensors file"),
         ({"model.safetensors.index.json": '{"weight_map": {"a": "b.safetensors"}}'}, "names b.safetensors"),

@@ -91,8 +91,8 @@ def chunk(index: dict[str, Any], key: str = "param/0.weight") -> dict[str, Any]:
     return next(one for one in index["chunks"] if one["key"] == key)
 
 
-def put(key: str, **said: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda index: chunk(index, key).update(said)
+def put(chunk_key: str, /, **said: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda index: chunk(index, chunk_key).update(said)
 
 
 def nested(depth: int) -> Any:
@@ -386,17 +386,43 @@ def test_any_edit_of_an_index(data: st.DataObject, saved: Path, reader: sw.Engin
 @FUZZ
 @given(data=st.data())
 def test_any_edit_of_what_a_rank_remembers(data: st.DataObject, saved: Path, reader: sw.Engine) -> None:
-    index = read_index(saved)
-    there = next(one for one in index.chunks if one.key == "rank/0")
-    content = (saved / there.file).read_bytes()
-    document = json.loads(content[there.offset : there.offset + there.num_bytes])
-    text = json.dumps(data.draw(edited(document))).encode()[: there.num_bytes].ljust(there.num_bytes)
+    document = data.draw(edited(remembered(saved)))
     with tempfile.TemporaryDirectory() as folder:
         path = copied(saved, Path(folder) / "run")
-        (path / there.file).write_bytes(content[: there.offset] + text + content[there.offset + there.num_bytes :])
-        sums = [zlib.crc32(text[start : start + there.block_bytes]) for start in range(0, len(text), there.block_bytes)]
-        rewrite(path, put("rank/0", crc32=sums))
+        remember(path, document)
         race(path, saved, reader, Path(folder) / "out")
+
+
+def remembered(path: Path) -> dict[str, Any]:
+    """What rank 0 remembers."""
+    there = next(one for one in read_index(path).chunks if one.key == "rank/0")
+    content = (path / there.file).read_bytes()
+    document: dict[str, Any] = json.loads(content[there.offset : there.offset + there.num_bytes])
+    return document
+
+
+def remember(path: Path, document: dict[str, Any]) -> None:
+    """Put it in the place of the other, as far as there is room, and renew the checksums."""
+    there = next(one for one in read_index(path).chunks if one.key == "rank/0")
+    content = (path / there.file).read_bytes()
+    text = json.dumps(document).encode()[: there.num_bytes].ljust(there.num_bytes)
+    (path / there.file).write_bytes(content[: there.offset] + text + content[there.offset + there.num_bytes :])
+    size = there.block_bytes
+    rewrite(path, put("rank/0", crc32=[zlib.crc32(text[start : start + size]) for start in range(0, len(text), size)]))
+
+
+@pytest.mark.parametrize("name", ["", "MT", "\ud800"])
+def test_generators_that_cannot_be_change_nothing(name: str, saved: Path, reader: sw.Engine, tmp_path: Path) -> None:
+    path = copied(saved, tmp_path)
+    document = remembered(path)
+    document["generators"]["numpy"][0] = name
+    remember(path, document)
+    before, state = values(reader), torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=r"rank 0 remembers, .* has random generators that cannot be"):
+        reader.resume(tmp_path)
+    assert_same(before, values(reader))
+    assert torch.equal(state, torch.get_rng_state())
+    assert any("random generators" in problem for problem in sw.inspect(path, verify=True).problems)
 
 
 def race(path: Path, saved: Path, reader: sw.Engine, out: Path) -> None:
