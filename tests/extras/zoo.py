@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torchvision_operators  # noqa: F401  # isort: skip
+import diffusers
+import timm
 import torch
 import torch.nn.functional as F
+import torchvision
+import transformers
 from torch import nn
 
 Tensor = torch.Tensor
 LENGTH, VOCAB, IMAGE = 8, 99, 32
-
-
-def _declare_vision_operators() -> None:
-    """Let a torchvision be imported whose compiled operators do not fit this torch: no model here needs them."""
-    with contextlib.suppress(RuntimeError):  # they are declared already
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
-_declare_vision_operators()
-
-import diffusers  # noqa: E402  # these import torchvision, which needs the line above
-import timm  # noqa: E402
-import torchvision  # noqa: E402
-import transformers  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import FaultError, ShardwiseError
-from shardwise.state import content
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -300,9 +299,15 @@ def sharded(script: Sequence[str], preset: str, shares_memory: bool) -> list[Cou
 
 def _whole(engine: sw.Engine, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Every parameter that was sharded, from all ranks' pieces: whatever has become of the model's own names."""
-    entries = [entry for entry in content(engine._works).entries if entry.kind == "param" and entry.span.numel]
+    pieces = []
+    for flat in engine._works.flats:
+        kept, span = (flat.param, flat.param_span) if flat.master is None else (flat.master, flat.optim_span)
+        for slot in flat.slots:
+            mine = slot.span.overlap(span)
+            values = kept[mine.start - span.start : mine.stop - span.start].detach().double().clone()
+            pieces.append((slot.name, mine.within(slot.span).start, values))
     told = io.BytesIO()
-    torch.save([(entry.name, entry.span.start, entry.tensor.detach().double().clone()) for entry in entries], told)
+    torch.save(pieces, told)
     whole = {name: torch.full(shape, float("nan"), dtype=torch.float64).flatten() for name, shape in shapes.items()}
     for message in engine.world.exchange(told.getvalue()):
         for name, start, values in torch.load(io.BytesIO(message), weights_only=True):

@@ -667,7 +667,8 @@ def grad_disabled(loop: Loop) -> Any:
 
 @action(GRAD, '`torch.autocast("cpu", torch.bfloat16)` around the forward')
 def autocast(loop: Loop) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
+    # The twin's two forwards would share cached casts, and so round the sum of two gradients, not each.
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         loss = loop.loss()
     loss.backward()
     loop.update()
