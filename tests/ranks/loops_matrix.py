@@ -341,6 +341,9 @@ def race(script: Sequence[str], preset: str, shares_memory: bool) -> Verdict:
     except Exception as error:  # of shard itself, or of the comparison: the caller has to see which
         refusal = _refusal(error)
         return Verdict("refused" if refusal.is_letter else "raw", f"{refusal.kind}: {refusal.text}", is_fatal=True)
+    fault = _fault(script, courses)
+    if fault is not None:
+        return fault
     refused = frozenset(index for index, outcome in enumerate(courses[0].outcomes) if isinstance(outcome, Refusal))
     twin, mirror = plain(script, refused), plain(script, refused, (1, 0))
     whole = plain(script, frozenset()) if refused else twin
@@ -360,6 +363,19 @@ def race(script: Sequence[str], preset: str, shares_memory: bool) -> Verdict:
     if wrong:
         return Verdict("different", wrong)
     return Verdict("refused", said[0][1], refused=tuple(said)) if said else EQUAL
+
+
+def _fault(script: Sequence[str], courses: list[Course]) -> Verdict | None:
+    """Ranks that did not do the same: each is told, though perhaps one action later than another."""
+    at = [
+        next((i for i, one in enumerate(course.outcomes) if isinstance(one, Refusal) and one.is_fatal), len(script))
+        for course in courses
+    ]
+    if max(at) == len(script):
+        return None
+    first = courses[at.index(min(at))].outcomes[min(at)]
+    said = f"{first.kind}: {first.text}"
+    return Verdict("refused", said, is_fatal=True, refused=((script[min(at)], said),))
 
 
 def _outcome(name: str, ours: list[Any], theirs: Any, mirrored: Any) -> Verdict:

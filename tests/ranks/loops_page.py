@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import loops_cells  # noqa: F401  # all actions
-from loops_matrix import ACTIONS, PRESETS, Action
-from loops_verdicts import sentence_of
+from loops_matrix import ACTIONS, Action
+from loops_verdicts import REFUSED, REFUSED_OVER_MESSAGES
 
 HEAD = """\
 # What a plain loop does
@@ -38,10 +38,9 @@ def page() -> str:
 
 
 def _verdict(name: str) -> str:
-    words = {preset: sentence_of(name, preset) for preset in PRESETS}
-    if len(set(words.values())) == 1:
-        return _said(words[PRESETS[0]])
-    return "; ".join(f"`{preset}`: {_said(said)}" for preset, said in words.items())
+    if name in REFUSED_OVER_MESSAGES:
+        return f"equal; under `zero3` over messages {_said(REFUSED_OVER_MESSAGES[name])}"
+    return _said(REFUSED.get(name, ""))
 
 
 def _said(words: str) -> str:

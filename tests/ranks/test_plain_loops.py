@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
 from loops_page import page
-from loops_verdicts import REFUSED, sentence_of
+from loops_verdicts import REFUSED, REFUSED_OVER_MESSAGES, sentence_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
@@ -29,21 +29,21 @@ def raced(scripts: list[tuple[tuple[str, ...], str, bool]]) -> list[Verdict]:
     return [one if isinstance(one, Verdict) else Verdict("crash", str(one)) for one in found]
 
 
-def wrong(verdict: Verdict, names: tuple[str, ...], preset: str) -> str:
+def wrong(verdict: Verdict, names: tuple[str, ...], preset: str, shares: bool) -> str:
     """What is not as the table says; empty if nothing is."""
     if verdict.kind not in ("equal", "refused"):
         # An error of torch's own kind may carry the sentence too.
-        expected = [sentence_of(name, preset) for name in names]
+        expected = [sentence_of(name, preset, shares_memory=shares) for name in names]
         if verdict.kind != "raw" or not any(words and words in verdict.said for words in expected):
             return str(verdict)
     for name, said in verdict.refused:
-        words = sentence_of(name, preset)
+        words = sentence_of(name, preset, shares_memory=shares)
         if not words:
             return f"{name} was refused: {said}"
         if words not in said:
             return f"{name} was refused by other words: {said}"
     if verdict.kind == "refused" and not verdict.refused:
-        words = sentence_of(names[0], preset)
+        words = sentence_of(names[0], preset, shares_memory=shares)
         return "" if words and words in verdict.said else str(verdict)
     return ""
 
@@ -54,8 +54,8 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
     verdicts = raced([(script, preset, shares) for preset, shares in PLACES])
     bad = []
     for (preset, shares), verdict in zip(PLACES, verdicts, strict=True):
-        words = sentence_of(name, preset)
-        said = wrong(verdict, (name,), preset)
+        words = sentence_of(name, preset, shares_memory=shares)
+        said = wrong(verdict, (name,), preset, shares)
         if not said and words and verdict.kind == "equal":
             said = f"went through, but the table says that it is refused: {words}"
         if said:
@@ -71,12 +71,12 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
 @settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_in_any_order(names: list[str], preset: str, shares: bool) -> None:
     (verdict,) = raced([((*names, "step", "evaluate"), preset, shares)])
-    said = wrong(verdict, tuple(names), preset)
+    said = wrong(verdict, tuple(names), preset, shares)
     assert not said, f"{names} under {preset}: {said}"
 
 
 def test_the_table_knows_its_actions() -> None:
-    assert not REFUSED.keys() - ACTIONS.keys()
+    assert not (REFUSED.keys() | REFUSED_OVER_MESSAGES.keys()) - ACTIONS.keys()
     assert len(NAMES) >= 60
 
 
