@@ -7,6 +7,7 @@ a forked child: one that crashes or hangs is told as such. Then actions follow e
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import forked
 import loops_cells
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
 from loops_page import page
-from loops_verdicts import REFUSED, REFUSED_OVER_MESSAGES, sentence_of
+from loops_verdicts import OPEN, REFUSED, REFUSED_OVER_MESSAGES, sentence_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
@@ -48,7 +49,12 @@ def wrong(verdict: Verdict, names: tuple[str, ...], preset: str, shares: bool) -
     return ""
 
 
-@pytest.mark.parametrize("name", NAMES)
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.xfail(reason=OPEN[name], strict=True)) if name in OPEN else name
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 def test_equal_or_refused_by_a_sentence(name: str) -> None:
     script = (name, "step", name, "step", "evaluate")
     verdicts = raced([(script, preset, shares) for preset, shares in PLACES])
@@ -63,8 +69,12 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
     assert not bad, "\n".join(bad)
 
 
+TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_OVER_MESSAGES)]
+
+
+@pytest.mark.timeout(1200)
 @given(
-    names=st.lists(st.sampled_from([name for name, one in ACTIONS.items() if one.composes]), min_size=3, max_size=8),
+    names=st.lists(st.sampled_from(TOGETHER), min_size=3, max_size=8),
     preset=st.sampled_from(PRESETS),
     shares=st.booleans(),
 )
