@@ -10,11 +10,12 @@ QUICK  ?=
 
 BIN := .venv/bin
 PEERS_BIN := .venv-bench/bin
+EXTRAS_BIN := .venv-extras/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETTLED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint types floors train bench clean
+.PHONY: help test check extras lint types floors train bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +23,12 @@ help: ## list the targets
 test: lint types floors ## all that has to pass before anything lands
 	$(BIN)/pytest -n auto tests/pure tests/ranks tests/golden tests/face
 	$(BIN)/pytest tests/processes tests/faults tests/device
+
+check: lint types floors ## what takes under a minute: style, types, floors, what needs no ranks
+	$(BIN)/pytest -n auto tests/pure tests/golden
+
+extras: .venv-extras/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...
+	$(EXTRAS_BIN)/python -m pytest -n auto tests/extras
 
 lint: .venv/.test ## style, by ruff
 	$(BIN)/ruff check .
@@ -41,8 +48,8 @@ train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/s
 bench: .venv-bench/.made ## race the peers: QUICK=1 for two minutes of it, ARGS="--sizes small --rounds 5"
 	@exec $(PEERS_BIN)/python -m benchmarks peers $(if $(QUICK),--quick) $(ARGS)
 
-clean: ## remove both .venv and caches; runs/ stays
-	rm -rf .venv .venv-bench .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+clean: ## remove every .venv and caches; runs/ stays
+	rm -rf .venv .venv-bench .venv-extras .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # --- what the targets stand on ----------------------------------------------------------------
@@ -67,12 +74,21 @@ clean: ## remove both .venv and caches; runs/ stays
 	@$(PIP) install -c constraints.txt -e '.[plot]'
 	@touch $@
 
-# The peers stand on .venv's torch and shardwise, which are found through it: one torch for all, and nothing that
-# DeepSpeed asks for can bring in another. They are kept apart because no test may come to need them.
+# What stands on .venv has its torch and shardwise, which are found through it: one torch for all, and nothing that
+# other libraries ask for can bring in another. Such an environment is kept apart because `make test` may not come to
+# need what is in it: the peers of the benchmarks, and the libraries whose models are tried.
 .venv-bench/.made: .venv/.train benchmarks/requirements.txt
 	@echo "Installing the peers into .venv-bench (once)."
-	@$(BIN)/python -m venv .venv-bench
-	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > $$($(PEERS_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beneath.pth
-	@$(PEERS_BIN)/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -r benchmarks/requirements.txt
-	@touch $@
+	$(call stand_on_venv,.venv-bench,benchmarks/requirements.txt)
+
+.venv-extras/.made: .venv/.test tests/extras/requirements.txt
+	@echo "Installing the libraries of tests/extras into .venv-extras (once)."
+	$(call stand_on_venv,.venv-extras,tests/extras/requirements.txt)
+
+define stand_on_venv
+@$(BIN)/python -m venv $(1)
+@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+  > $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beneath.pth
+@$(1)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt -r $(2)
+@touch $(1)/.made
+endef

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -37,7 +38,6 @@ JOB_PLAN = {"precision": "bf16", "clip_grad_norm": "1.0"}  # where neither --pla
 WARMUP_SHARE, FINAL_LR_SHARE = 0.05, 0.1
 VALIDATION_BATCHES = 4
 PROMPT, SAMPLE_BYTES, TEMPERATURE = b"def ", 300, 0.8
-INTERRUPTED = 130  # what a shell reports of a command that was ended by Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def main() -> int:
             done = resume(run)
             with Report(Path(args.out), run.plan, world, total=args.steps, resumed_step=done) as report:
                 finished = train(run, done or 0, stop, report)
-            return finish(run, stop, report) if finished else INTERRUPTED
+            return finish(run, stop, report) if finished else interrupted(stop)
 
 
 def build(args: argparse.Namespace, world: sw.World) -> Run:
@@ -162,10 +162,15 @@ def finish(run: Run, stop: StopRequest, report: Report) -> int:
     for byte in generate(run.model, PROMPT, SAMPLE_BYTES, TEMPERATURE, run.args.seed):
         text.append(byte)
         if run.engine.any_rank(stop.requested):
-            return INTERRUPTED
+            return interrupted(stop)
     report.sample(bytes(text))
     report.memory(run.engine.memory())
     return 0
+
+
+def interrupted(stop: StopRequest) -> int:
+    """What a shell reports of a command that was ended by this signal; Ctrl-C, if it reached another rank only."""
+    return 128 + (stop.signal or signal.SIGINT)
 
 
 def save(run: Run, step: int) -> None:

@@ -6,6 +6,7 @@ besides those that the caller asked for.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,8 +65,9 @@ class Access:
         if what == PARAM:
             self._runner.restore_params()
 
-    def state_dict(self, *, on_rank: bool = True) -> dict[str, Tensor]:
-        """Every parameter and persistent buffer, whole, on the CPU, under the names that the plain model has.
+    def state_dict(self, *, on_rank: bool = True) -> dict[str, Any]:
+        """Every parameter and persistent buffer, whole, on the CPU, under the names that the plain model has; and
+        copies of what modules return from `get_extra_state`.
 
         Parameters have the precision in which the optimizer keeps them. A rank that asks with
         `on_rank=False` takes part and keeps nothing.
@@ -78,10 +80,15 @@ class Access:
             return {}
         by_tensor = {param: name for name, param in self._model.named_parameters()}
         state = self._model.state_dict(keep_vars=True)
-        return {
-            name: params[by_tensor[value]] if by_tensor.get(value) in params else value.detach().cpu().clone()
-            for name, value in state.items()
-        }
+        whole: dict[str, Any] = {}
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                whole[name] = copy.deepcopy(value)
+            elif isinstance(value, nn.Parameter) and by_tensor.get(value) in params:
+                whole[name] = params[by_tensor[value]]
+            else:
+                whole[name] = value.detach().cpu().clone()
+        return whole
 
     def kept_params(self) -> dict[str, torch.dtype]:
         """The sharded parameters in the order of `whole_params`, and the dtypes in which they are kept."""
@@ -102,11 +109,17 @@ class Access:
             for slot in flat.slots:
                 yield slot.name, _cut(whole, slot.span).view(slot.shape)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over whole values, the same on all ranks, as `state_dict` returns them."""
         own = self._model.state_dict(keep_vars=True)
         _check_names(own, state)
+        extra = dict(with_extra_state(self._model))
+        for name in extra:
+            del own[name]
         for name, value in own.items():
+            if not isinstance(value, Tensor) or not isinstance(state[name], Tensor):
+                kind = type(state[name]).__name__
+                raise ModelError(f"The state has {name} as a {kind}; only tensors and modules' extra states are taken.")
             if value.shape != state[name].shape:
                 raise ModelError(
                     f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(value.shape)}."
@@ -122,6 +135,8 @@ class Access:
             if piece is not None:
                 piece.copy_(state[name].reshape(-1)[span.start : span.stop])
         self._runner.restore_params()
+        for name, module in extra.items():
+            module.set_extra_state(copy.deepcopy(state[name]))
 
     def optimizer_state_dict(self, *, on_rank: bool = True) -> dict[str, Any]:
         """What the plain optimizer's `state_dict()` would be: whole states, on the CPU, under the same numbers.
@@ -191,7 +206,7 @@ class Access:
 
     def _take_over(self, mover: Mover) -> None:
         flat = mover.flat
-        mover.broadcast_full()
+        mover.broadcast(flat.full)
         if flat.master is None:
             flat.param.copy_(_cut(flat.full, flat.param_span))
             return
@@ -236,6 +251,13 @@ class Access:
         return whole
 
 
+def with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that keep more than tensors, by the name under which a state dict has it."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{name}._extra_state" if name else "_extra_state", module
+
+
 def _span(flat: Flat, index: int) -> Span:
     """Which elements of a parameter this rank keeps."""
     slot = flat.slots[index]
@@ -255,7 +277,7 @@ def _read(fact: Mapping[str, Any]) -> Any:
     return fact["value"] if fact["dtype"] is None else torch.tensor(fact["value"], dtype=getattr(torch, fact["dtype"]))
 
 
-def _check_names(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+def _check_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     for word, names in (("lacks", set(own) - set(state)), ("has, unlike the model,", set(state) - set(own))):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -177,7 +177,7 @@ class Engine:
         `clip_grad_norm` does it by itself, for the 2-norm. `norm_type` may be any positive number, or `inf`.
         """
         self._require_open()
-        return self._works.clip_gradients(max_norm, norm_type)
+        return self._works.gradients.clip(max_norm, norm_type)
 
     def zero_grad(self) -> None:
         """Forget all gradients. A step forgets them too; this is for those that are not to be used."""
@@ -324,14 +324,14 @@ class Engine:
         """
         self._require_open()
         if what == "grad":
-            self._works.show_gradients()
+            self._works.gradients.prepare()
         return self._works.access.read(name, what)
 
     def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
         """Replace what `get` returns. All ranks call, with the same value."""
         self._require_open()
         if what == "grad":
-            self._works.show_gradients()
+            self._works.gradients.prepare()
         self._state.saver.wait_for_copy()
         self._works.access.write(name, value, what)
 

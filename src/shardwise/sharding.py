@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.birth import FirstValues, Wishes, check_same_everywhere
+from shardwise.birth import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.comm import Commons, World
-from shardwise.config import Plan
+from shardwise.config import Plan, flatten
+from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
-from shardwise.optim import vet
-from shardwise.placement import Table, mesh_for, table_for
+from shardwise.optim import hyperparameters, vet
+from shardwise.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
+from shardwise.runtime import check_backend
 from shardwise.storage import Row, Unit, UnitChoice, choose_units, make_unit, rows_for, share
 from shardwise.telemetry import ByteMeter
 
@@ -60,10 +62,21 @@ class Design:
         return Sharding(self.plan, self.mesh, self.table, updates, units, commons, meter)
 
 
-def design(model: nn.Module, plan: Plan, world_size: int) -> Design:
-    """Raises `ConfigError` for a plan that cannot be meant for this model on this many ranks."""
-    mesh = mesh_for(plan, world_size)
+def design(model: nn.Module, plan: Plan, world: World) -> Design:
+    """Raises `ConfigError` for a plan that cannot be meant for this model on the ranks of `world`."""
+    mesh = mesh_for(plan, world.size, world.local_size)
+    check_backend(plan.compile)
     return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows_for(model, plan, mesh))
+
+
+def settings_of(plan: Plan, world: World) -> dict[str, object]:
+    """Key by key (`"wire.grad"`) what has to be the same on all ranks."""
+    values = plan.model_dump(mode="json", exclude={"patience_seconds"})
+    if takes_local_size(plan):
+        values["LOCAL_WORLD_SIZE"] = world.local_size
+    return {
+        ".".join(path): value for path, value in flatten(values).items() if not value or not isinstance(value, dict)
+    }
 
 
 def lay(
@@ -73,11 +86,35 @@ def lay(
 
     Raises `ConfigError` or `ModelError` before anything is changed.
     """
-    table_for(plan, mesh_for(plan, world.size))  # of a plan that does not fit the world one should hear first
+    check_same_settings(settings_of(plan, world), "plan", world)
+    check_same_settings(hyperparameters(optimizer) if optimizer is not None else {}, "optimizer", world)
+    mesh = mesh_for(plan, world.size, world.local_size)
+    table_for(plan, mesh)  # of a plan that does not fit the world one should hear first
+    check_model(model)
     updates = vet(optimizer, model) if optimizer is not None else {}
     check_same_everywhere(model, world)
-    designed = design(model, plan, world.size)
+    designed = design(model, plan, world)
     values = FirstValues(model, wishes, world)
+    check_batch_norms(model, designed, values.device)
     sharding = designed.carry_out(world, values.device, updates)
     values.settle(sharding.units)
     return sharding
+
+
+def check_batch_norms(model: nn.Module, designed: Design, device: torch.device) -> None:
+    """Raise `ConfigError` for a batch norm that torch cannot compute on this device in the plan's precision.
+
+    On a CPU it takes weights in bf16 or fp16 only beside statistics in the same; those stay in fp32, as they should.
+    """
+    for name, module in model.named_modules() if device.type == "cpu" else ():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.weight is None:
+            continue
+        compute = designed.rows[module.weight].table.compute
+        statistics = module.running_mean
+        if compute in ("bf16", "fp16") and statistics is not None and statistics.dtype == torch.float32:
+            kind = type(module).__name__
+            raise ConfigError(
+                f"{name or 'The model'} is a {kind}, whose running statistics are in fp32, and on a CPU torch computes "
+                f"none with weights in {compute} beside them. Keep its weights in fp32 with a rule of the plan: "
+                f"rules: {{norms: {{classes: [{kind}], precision: fp32}}}}"
+            )

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.access import with_extra_state
+from shardwise.birth import check_same_settings
 from shardwise.checkpoint import (
     Belongings,
     Content,
@@ -16,13 +18,16 @@ from shardwise.checkpoint import (
     Saver,
     Stateful,
     content_of,
+    encode,
     find,
     load,
+    numbers_of,
     rng,
+    step_name,
 )
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, StateError
-from shardwise.sharding import design
+from shardwise.sharding import check_batch_norms, design, settings_of
 from shardwise.works import Works, scaler_for
 
 
@@ -46,22 +51,38 @@ class State:
     ) -> Path:
         """See `Engine.save`."""
         progress = works.progress
-        kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
-        if progress.scaler is not None:
-            kept["loss_scale"] = progress.scaler.state_dict()
-        request = Request(
-            folder,
-            progress.num_steps if step is None else step,
-            layout=f"{works.table.optim} on {works.mesh}",
-            state=kept,
-            metrics=dict(metrics),
-            keep=keep,
-            memories={
-                "generators": rng.capture(),
-                "objects": {name: thing.state_dict() for name, thing in self.remembered.items()},
-            },
-        )
-        return self.saver.save(request, content(works), wait=wait)
+        number = progress.num_steps if step is None else step
+        check_same_settings({"step": number}, "save() step", works.world)
+
+        def make() -> tuple[Request, Content]:
+            if type(number) is not int or not 0 <= number < 10**18:
+                raise ConfigError(f"step is {number!r}, which is no number of steps; give a whole one, at least 0.")
+            if works.gradients.wait():
+                raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before save().")
+            kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
+            if progress.scaler is not None:
+                kept["loss_scale"] = progress.scaler.state_dict()
+            extra = {name: module.get_extra_state() for name, module in with_extra_state(works.model)}
+            if extra:
+                for name, value in extra.items():
+                    encode(value, name)  # refused by the module's name, if it has to be
+                kept["extra_state"] = extra
+            request = Request(
+                folder,
+                number,
+                layout=f"{works.table.optim} on {works.mesh}",
+                state=kept,
+                metrics=numbers_of(metrics),
+                keep=keep,
+                memories={
+                    "generators": rng.capture(),
+                    "objects": {name: thing.state_dict() for name, thing in self.remembered.items()},
+                },
+            )
+            return request, content(works)
+
+        target = folder / (step_name(number) if isinstance(number, int) else str(number))
+        return self.saver.save(target, make, wait=wait)
 
     def resume(self, works: Works, folder: Path) -> Loaded | None:
         """See `Engine.resume`."""
@@ -69,14 +90,19 @@ class State:
         path = find(folder, works.world)
         if path is None:
             return None
-        works.runner.open_params()
-        loaded = load(path, content(works), works.optimizer, works.world, self.remembered)
+        loaded = load(
+            path, content(works), works.optimizer, works.world, self.remembered, before_change=works.runner.open_params
+        )
         progress = works.progress
         progress.num_steps = int(loaded.state["num_steps"])
         if progress.scaler is not None and "loss_scale" in loaded.state:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         works.zero_grad()
         works.runner.restore_params()
+        extra = loaded.state.get("extra_state", {})
+        for name, module in with_extra_state(works.model):
+            if name in extra:
+                module.set_extra_state(extra[name])
         return replace(loaded, state=loaded.state["user"])
 
 
@@ -92,10 +118,10 @@ def reshard(works: Works, plan: Plan) -> Works:
     Refuses with `ConfigError` or `StateError`, before anything is changed.
     """
     model, world, progress = works.model, works.world, works.progress
-    designed = design(model, plan, world.size)
-    if len(set(world.exchange(plan.model_dump_json().encode()))) > 1:
-        raise ConfigError("The ranks gave reshard() different plans; give all of them the same.")
-    if world.any_rank(any(any(flat.touched) for flat in works.flats)):
+    check_same_settings(settings_of(plan, world), "plan", world)
+    designed = design(model, plan, world)
+    check_batch_norms(model, designed, works.sharding.device)
+    if works.gradients.exist():
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
     optimizer = works.optimizer.optimizer if works.optimizer is not None else None
     device, updates, before_change = works.sharding.device, works.sharding.updates, works.before_change

@@ -70,11 +70,13 @@ def run_ranks(
     timeout_seconds: float = 60,
     patience_seconds: float = 1,
     shares_memory: bool = True,
+    local_size: int | None = None,
 ) -> list[Result]:
     """Call `work(world)` on `num_ranks` threads that are each other's world; what they return, by rank.
 
     If ranks raise, the error of the first one to do so is raised here, and the others are released from
-    their waiting. The seconds and `shares_memory` are those of `World.join`. Random numbers are shared between
+    their waiting. The seconds and `shares_memory` are those of `World.join`; `local_size` is how many ranks a
+    host is said to have (default: all are of one). Random numbers are shared between
     threads: build models before, or seed under a lock.
     """
     office = PostOffice()
@@ -91,6 +93,7 @@ def run_ranks(
                 timeout_seconds=timeout_seconds,
                 patience_seconds=patience_seconds,
                 shares_memory=shares_memory,
+                local_size=local_size,
             ) as world:
                 results[index] = work(world)
         except BaseException as error:  # handed to the caller below

@@ -18,11 +18,13 @@ from shardwise.access import Access
 from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.errors import StateError
-from shardwise.optim import AdoptedOptimizer, Company
-from shardwise.precision import LossScaler, Verdict, cast_floating, clip, norm_of, scale_gradients
+from shardwise.gradients import Gradients
+from shardwise.optim import AdoptedOptimizer, Company, hyper_digest
+from shardwise.precision import LossScaler, Verdict, cast_floating
 from shardwise.runtime import BufferSync, Executor, Runner
 from shardwise.sharding import Sharding
 from shardwise.storage import torch_dtype
+from shardwise.tensors import Owner
 
 
 @dataclass
@@ -61,8 +63,6 @@ class Works:
         self.progress = progress
         self.before_change = before_change
         self._num_micro_batches = 0
-        self._is_prepared = self._is_scaled = False
-        self._is_taken = True
         self.is_taken_down = False
         self._hooks = ExitStack()
         self._tie(optimizer)
@@ -73,8 +73,9 @@ class Works:
         collectives.prepare(self.mesh)
         groups = {axis: self.world.group(self.mesh, axis) for axis in self.mesh.axes}
         company = Company(self.flats, collectives, self.mesh, self.world.rank, self._during_step)
-        self._verdict = Verdict(self.flats, collectives, groups)
         self._buffers = BufferSync(self.model, self.world)
+        shares_buffers = self.plan.sync_buffers and self.world.size > 1
+        self._verdict = Verdict(self.flats, collectives, groups, self._buffers.has_news if shares_buffers else None)
         executor = Executor(self.flats, collectives, groups)
         executor.provide("verdict", lambda action: self._verdict.sum_over(action.over))
         executor.provide("buffers", lambda _: self._buffers.share())
@@ -90,7 +91,14 @@ class Works:
             prefetch_bytes=None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes,
             compile_backend=self.plan.compile,
         )
+        self.gradients = Gradients(
+            self.flats, executor.movers, self.runner, self._verdict, self.world.exchange, lambda: self.progress.scaler
+        )
         self.access = Access(self.model, self.runner, executor.movers, self.optimizer)
+        self.owner = Owner(
+            self.sharding.units, self.runner, executor.movers, self.access, self.gradients, self.before_change
+        )
+        self._hooks.callback(self.owner.close)
         self.ledger = collectives.ledger
         self.timeline = executor.timeline
         cast = self.model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
@@ -103,7 +111,7 @@ class Works:
             self.flats,
             before=self._before_step,
             after=self._after_step,
-            forget=self.zero_grad,
+            forget=lambda set_to_none: self.zero_grad(keep=not set_to_none),
             company=company,
         )
         self._hooks.callback(adopted.release)
@@ -126,6 +134,7 @@ class Works:
         What is left is what an engine whose `reshard` fails half-way is described and closed by.
         """
         self.unhook()
+        self.owner.release()
         if self.optimizer is not None:
             self.optimizer.give_back()
         self.runner.dissolve()
@@ -140,94 +149,55 @@ class Works:
         self._num_micro_batches += 1
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        self._is_scaled = True
         scaler = self.progress.scaler
-        return loss if scaler is None else loss * scaler.scale
+        if scaler is None:
+            return loss
+        scaled = loss * scaler.scale
+        scaled.register_hook(lambda _: self.runner.note_scaled())  # type: ignore[no-untyped-call]  # torch's own
+        return scaled
 
     def step(self) -> float | None:
         """The gradient norm; `None` if more micro-batches are to come."""
         if self._num_micro_batches % self.plan.accumulate:
             return None
         self.require_optimizer().optimizer.step()
+        self.zero_grad()
         return self.progress.gradient_norm
 
-    def clip_gradients(self, max_norm: float, norm_type: float) -> float:
-        """The norm before. All ranks call."""
-        norm = self.prepare_gradients()
-        if norm_type != 2:
-            norm = norm_of(self.flats, norm_type, self.world.exchange)
-        clip(self.flats, norm, max_norm)
-        return norm
-
-    def zero_grad(self) -> None:
-        self._is_prepared = self._is_scaled = False
+    def zero_grad(self, *, keep: bool = False) -> None:
+        """Forget all gradients, or with `keep` make them zeros. All ranks call."""
         self._num_micro_batches = 0
-        for flat in self.flats:
-            flat.drop_gradients()
+        self.gradients.zero(keep=keep)
         if self.optimizer is not None:
             self.optimizer.withdraw_gradients()
-
-    def prepare_gradients(self) -> float:
-        """Bring gradients to where the update needs them, once per step, and agree on their norm. All ranks call."""
-        if not self._is_prepared or self.progress.gradient_norm is None:
-            self.runner.before_step()
-            norm = self._verdict.pronounce()
-            if self._verdict.is_incomplete:
-                self.runner.reduce_unforeseen()
-                self.runner.before_step()
-                norm = self._verdict.pronounce()
-            if self.progress.scaler is not None:
-                norm = self._unscale(self.progress.scaler, norm)
-            self.progress.gradient_norm = norm
-            self._is_prepared = True
-        return self.progress.gradient_norm
-
-    def show_gradients(self) -> None:
-        """Let gradients be read as the step will find them. Without an optimizer there is none. All ranks call."""
-        if self.optimizer is not None:
-            self.prepare_gradients()
-
-    def _unscale(self, scaler: LossScaler, norm: float) -> float:
-        """Take the loss scale out of the gradients and of their norm; learn whether the step may be taken."""
-        if not self._is_scaled:
-            raise StateError(
-                "precision fp16 needs a scaled loss, but the gradients are not. Call engine.backward(loss), or "
-                "engine.scale(loss).backward(), in the place of loss.backward()."
-            )
-        scale = scaler.scale
-        self._is_taken = scaler.judge(norm)
-        if not self._is_taken:
-            return norm
-        scale_gradients(self.flats, 1 / scale)
-        return norm / scale
 
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------
 
     def _before_step(self) -> None:
-        norm = self.prepare_gradients()
-        if not self._is_taken:
+        self.world.journal.mark(hyper_digest(self.require_optimizer().optimizer))  # the next collective will compare
+        self.progress.gradient_norm = self.gradients.norm_before_clipping()
+        if not self.gradients.is_taken:
             return  # without gradients an optimizer changes nothing
         self.runner.open_params()
         if self.plan.clip_grad_norm is not None:
-            clip(self.flats, norm, self.plan.clip_grad_norm)
+            self.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self.before_change()
         self.require_optimizer().offer_gradients()
 
     def _during_step(self) -> None:
         """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
-        if self._is_taken:
+        if self.gradients.is_taken:
             self.runner.during_step()
 
     def _after_step(self) -> None:
         self.require_optimizer().withdraw_gradients()
-        if not self._is_taken:
-            self._is_taken = True
+        if not self.gradients.is_taken:
             self.zero_grad()
             return
-        if self.plan.sync_buffers and not self._buffers.is_learnt and self.world.size > 1:
+        if self._verdict.is_news:
             self.runner.foresee_buffers(self._buffers.learn())
         self.runner.after_step()
-        self._is_prepared = self._is_scaled = False
+        self.gradients.note_step()
         self._num_micro_batches = 0
         self.progress.num_steps += 1
 

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm.journal import Journal
-from shardwise.comm.threads import PostOffice
+from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.watch import Watch
-from shardwise.errors import FaultError
+from shardwise.errors import FaultError, StateError
 from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
 
 NUM_RANKS = 3
@@ -127,15 +128,19 @@ def test_what_a_step_sends_outside_of_the_program_is_known_by_the_users_call() -
     assert "<lambda>()" not in calls
 
 
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "messages"])
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("step", [0, 3], ids=["while-recorded", "while-followed"])
-def test_a_module_left_out(step: int) -> None:
-    error = the_letter(train(skip_at(1, step, "block"), shares_memory=False))
-    assert error.kind in ("contradiction", "deadlock")  # rank 1 has left its program, and wants to agree
-    assert 1 in error.ranks
-    assert "blocks." in str(error)
-    if error.kind == "contradiction":
+def test_a_module_left_out(step: int, preset: str, shares_memory: bool) -> None:
+    """Whatever the ranks then wait for, the letter names the module, and the rank that left it out."""
+    error = the_letter(train(skip_at(1, step, "block"), preset, shares_memory=shares_memory))
+    assert (error.kind, error.ranks) == ("contradiction", (1,)), str(error)
+    assert "where ranks 0 and 2 came to 'before forward blocks.2' and rank 1 came to 'before forward blocks.3'" in str(
+        error
+    )
+    assert all(f"\n    rank {rank} " in str(error) for rank in range(NUM_RANKS))
+    if step and shares_memory:
         assert error.unit.startswith("blocks.")
-        assert error.action.startswith(("gather blocks.", "reduce_scatter blocks."))
 
 
 def test_a_method_that_only_one_rank_calls(tmp_path: Path) -> None:
@@ -173,6 +178,30 @@ def test_lengths_that_differ() -> None:
     assert "of 24 elements" in str(error)
 
 
+@pytest.mark.parametrize("shares_memory", [True, False])
+@pytest.mark.parametrize("odd", [(), ("gathered 0.weight", "gathered 1.weight"), ("gathered 1.weight",)])
+def test_what_only_one_rank_has_marked(odd: tuple[str, ...], shares_memory: bool) -> None:
+    """It has sent nothing; the next collective, along any line, tells."""
+
+    def rank(world: sw.World) -> FaultError:
+        total = torch.ones(6)
+        collectives = world.collectives(total.device)
+        collectives.journal.mark("the same everywhere")
+        collectives.all_reduce(total, total, world.everybody, total.dtype).wait()
+        assert total[0] == 2
+        for what in odd if world.rank else ("gathered 0.weight",):
+            collectives.journal.mark(what)
+        with pytest.raises(FaultError) as raised:
+            collectives.all_reduce(total, total, world.everybody, total.dtype).wait()
+        return raised.value
+
+    errors = run_ranks(2, rank, patience_seconds=0.3, shares_memory=shares_memory)
+    assert len({str(error) for error in errors}) == 1
+    assert (errors[0].kind, errors[0].ranks) == ("contradiction", (0, 1))
+    assert "rank 0 has exchange() there, after gathered 0.weight, and" in str(errors[0])
+    assert f"rank 1 has exchange() there, after {', '.join(odd) or 'nothing else'}, and" in str(errors[0])
+
+
 @pytest.mark.parametrize("point", ["forward", "backward", "step"])
 def test_a_rank_that_raises(point: str) -> None:
     """It raises its own error; the others raise the letter, which has its words."""
@@ -204,11 +233,6 @@ def test_a_rank_that_raises(point: str) -> None:
     assert time.monotonic() - started < 10
     assert [(error.kind, error.ranks) for error in seen] == [("raised", (1,))] * 2
     assert f"Rank 1 raised InjectedError: rank 1 was to fail at step 2, {point}" in str(seen[0])
-
-
-def test_a_module_left_out_is_found_where_nothing_is_gathered() -> None:
-    """In common memory forwards may differ; the backward may not."""
-    assert the_letter(train(skip_at(1, 0, "block"))).kind in ("contradiction", "deadlock")
 
 
 def test_an_iteration_cut_short_is_as_good_as_none_where_nothing_is_gathered() -> None:
@@ -252,6 +276,80 @@ def test_a_rank_that_ends_too_early() -> None:
 
     errors = run_ranks(NUM_RANKS, rank, patience_seconds=0.3)
     assert [(error.kind, error.ranks) for error in errors if error is not None] == [("ended", (1,))] * 2
+
+
+def test_a_world_that_was_closed_refuses() -> None:
+    def rank(world: sw.World) -> None:
+        model = nn.Linear(4, 4)
+        engine = sw.shard(model, "ddp", optimizer=torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        world.close()
+        with pytest.raises(StateError, match=f"The world of rank {world.rank} was closed, so nothing more can be sent"):
+            engine.backward(engine(torch.ones(1, 4)).sum())
+        with pytest.raises(StateError, match=r"Call world\.close\(\) after the last step"):
+            world.barrier()
+
+    run_ranks(2, rank)
+    with sw.World(0, 1, ThreadTransport(PostOffice(), 0)) as alone:
+        pass
+    alone.barrier()  # sends nothing
+
+
+def test_a_watch_that_breaks_down_ends_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread would end, and nobody would be told of anything any more."""
+
+    def broken(mine: object, *_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr("shardwise.comm.watch.judge", broken)
+
+    def rank(world: sw.World) -> FaultError:
+        if world.rank == 1:
+            assert world._watch is not None
+            world._watch._told.wait(30)  # rank 0 waits meanwhile, so its watch looks at the others
+        with pytest.raises(FaultError) as raised:
+            world.barrier()
+        return raised.value
+
+    errors = run_ranks(2, rank, patience_seconds=0.3)
+    assert {(error.kind, error.ranks, error.origin) for error in errors} == {("raised", (0,), 0)}
+    assert "The watch over rank 0 broke down, which is a defect of shardwise: KeyError: 'a defect'." in str(errors[1])
+
+
+def test_a_silent_rank_is_told_of_by_one_that_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    """It has begun what the others wait for, so they all wait in the same place; its own watch says nothing more."""
+
+    def rank(world: sw.World) -> FaultError:
+        world.barrier()
+        if world.rank == 0:  # as if it were stopped: its reports end, and it sends nothing
+            watch = world._watch
+            assert watch is not None
+            report = world.journal.status(beat=10**6, seconds=0)
+            world.journal.enter("gather", world.everybody, 64 * 3, torch.uint8)
+            entered = world.journal.status(beat=10**6, seconds=0)
+            awaited = ("world 0-2/3", entered.count("world 0-2/3"), (0, 1, 2))
+            watch._board.publish(replace(report, tracks=entered.tracks, awaited=awaited, state="waiting"))
+            watch._publish = lambda: world.journal.status(0, 0)  # type: ignore[method-assign]
+            while world.journal.letter is None:
+                time.sleep(0.05)
+            raise world.journal.letter.error()
+        world._host.all_gather(torch.zeros(64 * 3, dtype=torch.uint8), world.everybody).wait()
+        raise AssertionError
+
+    def fails(world: sw.World) -> FaultError:
+        with pytest.raises(FaultError) as raised:
+            rank(world)
+        return raised.value
+
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        errors = run_ranks(3, fails, patience_seconds=0.5, timeout_seconds=4, shares_memory=False)
+    assert {(error.kind, error.ranks) for error in errors} == {("timeout", (0,))}
+    assert "rank 0 has not been heard of for" in str(errors[1])
+    assert "(stopped, or cut off)" in str(errors[1])
+    assert caplog.messages
+    assert all("rank 0 has not been heard of for" in message for message in caplog.messages)
+    assert "Because of it rank 1 waits in" in caplog.text
 
 
 def test_nothing_is_left_behind() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.comm.judge import Circle, Lateness, contradiction, disappearance, judge, overdue
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from shardwise.comm.board import last_words
+from shardwise.comm.judge import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
 from shardwise.comm.letter import Letter
-from shardwise.comm.status import Entered, Status, Track
+from shardwise.comm.status import Entered, PassPath, Status, Track
 
 LINE = "dp 0-2/3"
 RANKS = (0, 1, 2)
@@ -61,6 +65,79 @@ def test_other_histories_contradict_whoever_waits() -> None:
     assert (finding.kind, finding.ranks, finding.unit) == ("contradiction", (2,), "h.1")
     assert "in collective 2 over dp, right after 'move 1'" in finding.text
     assert "rank 2 has 'move 7' there, and computes" in finding.text
+
+
+def test_a_first_line_is_a_whole_sentence() -> None:
+    """It is all that a launcher shows of the ranks that were not the first to fail."""
+    other = "world 0-2/3"
+    waiting = [status(0, [1], waits=1), status(1, [5], waits=1, line=other), status(2, [1], waits=1)]
+    circle = verdict(waiting)
+    assert isinstance(circle, Circle)
+    clash = contradiction([status(0, [1, 2], waits=2), status(1, [1, 3], waits=2)], LINE)
+    assert clash is not None
+    left = departure(status(2, [1]).left("ValueError: bad"), waiting)
+    for letter in (circle.letter(), clash, left, replace(left, text=walked(["a", "b"], ["a", "c"]).text)):
+        first, *rest = letter.text.split("\n")
+        assert first.endswith(".")
+        assert "begun:" not in first
+        assert all(line.endswith(".") for line in rest)
+
+
+def walked(*ways: list[str]) -> Letter:
+    """Ranks in a circle that have come these ways."""
+    statuses = tuple(
+        replace(status(rank, [1], waits=1), path=PassPath(3, 0, tuple((moment, f"unit {moment}") for moment in way)))
+        for rank, way in enumerate(ways)
+    )
+    return Circle(statuses[:2]).letter(statuses)
+
+
+def test_a_circle_of_ranks_that_went_different_ways_is_a_contradiction() -> None:
+    letter = walked(["a", "b", "d"], ["a", "c", "d"], ["a", "b"])
+    assert (letter.kind, letter.ranks, letter.unit) == ("contradiction", (1,), "unit b")
+    assert "where ranks 0 and 2 came to 'b' and rank 1 came to 'c'." in letter.text
+    assert walked(["a", "b"], ["a"]).kind == "deadlock"
+    assert Circle((status(0, [1], waits=1), status(1, [1], waits=1))).letter().kind == "deadlock"
+
+
+def test_ways_are_compared_within_one_pass_and_as_far_as_they_are_remembered() -> None:
+    one = replace(status(0, [1], waits=1), path=PassPath(3, 0, (("a", ""), ("b", ""))))
+    another = replace(status(1, [1], waits=1), path=PassPath(4, 0, (("x", ""),)))
+    assert Circle((one, another)).letter().kind == "deadlock"
+    later = replace(another, path=PassPath(3, 1, (("b", ""), ("c", ""))))
+    assert Circle((one, later)).letter().kind == "deadlock"
+    assert Circle((one, replace(later, path=PassPath(3, 1, (("c", ""),))))).letter().kind == "contradiction"
+
+
+@pytest.mark.parametrize("entered", [[1], [1, 2]], ids=["late", "begun"])
+def test_a_rank_whose_reports_have_ended_is_late_whatever_it_said_last(entered: list[int]) -> None:
+    """Rank 0 was stopped in a wait, and the lowest of those that hear nothing from it is to say so."""
+    stopped = status(0, entered, waits=len(entered))
+    reports = [stopped, status(1, [1, 2], waits=2), status(2, [1, 2], waits=2)]
+    by_rank = {report.rank: report for report in reports}
+    finding = judge(reports[1], by_rank.get, lambda rank: 9.0 if rank == 0 else 0.2)
+    assert isinstance(finding, Lateness)
+    assert finding.rank == 0
+    assert [waiting.rank for waiting in finding.waiting] == [1, 2]
+    assert finding.text(9.0).startswith("rank 0 has not been heard of for 9 s (stopped, or cut off): rank 0 waits in")
+    assert judge(reports[1], by_rank.get, lambda _: 0.2) is None or entered == [1]
+
+
+def test_a_rank_that_cannot_ask_does_not_say_that_all_have_begun() -> None:
+    text = overdue(None, status(0, [1], waits=1), 0, 60, why="the store is gone (Broken pipe)").text
+    assert "and the others cannot be asked: the store is gone (Broken pipe)." in text
+    assert "all ranks have begun" not in text
+
+
+def test_the_latest_world_has_the_last_word() -> None:
+    """The tenth comes after the ninth."""
+    store = HashStore()
+    for world in (9, 10):
+        PrefixStore(f"shardwise-watch/{world}", PrefixStore("attempt-0", store)).set(
+            "status/1", replace(status(1, [1]), error=f"in world {world}").to_json()
+        )
+    assert "in world 10" in last_words(store, 1, "attempt-0")
+    assert last_words(store, 2, "attempt-0") == ""
 
 
 def test_no_majority_blames_all() -> None:

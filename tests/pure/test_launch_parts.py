@@ -79,6 +79,46 @@ class TestFirstFailure:
         assert first_failure([raised(0, 10.0), killed]) is killed
         assert killed.status == 137
 
+    def test_a_code_given_to_exit_counts_though_the_launcher_was_faster(self) -> None:
+        """All ranks call sys.exit(3); one is gone when the launcher looks, and the other gets its SIGTERM."""
+        leaving = raised(0, 10.0, exit_code=-15, sent=signal.SIGTERM, sent_at=10.1, wanted=3, summary="SystemExit: 3")
+        gone = raised(1, 10.01, exit_code=3, wanted=3, summary="SystemExit: 3")
+        assert first_failure([leaving, gone]) is leaving
+        assert leaving.status == 3
+        assert letter([leaving, gone]).startswith("rank 0 of 2 failed first: it ended with exit code 3.")
+
+    @pytest.mark.parametrize("code", [129, 130, 143])
+    def test_an_answer_to_a_signal_is_no_failure_whichever_it_names(self, code: int) -> None:
+        answer = raised(0, 10.2, exit_code=code, sent=signal.SIGTERM, sent_at=10.1, wanted=code)
+        assert (answer.failed, answer.obeyed) == (False, True)
+        before = raised(0, 10.0, exit_code=code, sent=signal.SIGTERM, sent_at=10.1, wanted=code)
+        assert (before.failed, before.obeyed) == (True, False)
+
+    def test_who_is_blamed_by_a_peer_goes_before_it(self) -> None:
+        """Its process took longer to end than the peer took to hear of it."""
+        victim = raised(0, 10.0, summary="FaultError: Rank 1 raised KeyboardInterrupt", blames=(1,))
+        interrupted = raised(1, 10.5, exit_code=-2, wanted=130, summary="KeyboardInterrupt")
+        assert first_failure([victim, interrupted]) is interrupted
+        assert interrupted.status == 130
+        assert letter([victim, interrupted]).startswith("rank 1 of 2 failed first: it was interrupted by SIGINT.")
+        killed = Outcome(1, -9, None, 10.5)
+        assert first_failure([victim, killed]) is killed
+
+    def test_a_rank_that_ended_early_is_named_before_its_victims(self) -> None:
+        victims = [raised(rank, 10.0, summary="FaultError: Rank 1 has ended", blames=(1,)) for rank in (0, 2)]
+        early = Outcome(1, 0, None, 9.0)
+        assert first_failure([victims[0], early, victims[1]]) is early
+        assert early.status == 1
+        text = letter([victims[0], early, victims[1]])
+        assert text.startswith("rank 1 of 3 ended early: its script was over, and the others needed it.\n")
+        assert "ranks 0, 2 then raised FaultError: Rank 1 has ended." in text
+
+    def test_ranks_that_blame_each_other_or_themselves_go_by_the_clock(self) -> None:
+        both = [raised(rank, 10.0 + rank, blames=(0, 1)) for rank in (0, 1)]
+        assert first_failure(both) is both[0]
+        ended = Outcome(1, -15, signal.SIGTERM, 9.0, sent_at=8.0)
+        assert first_failure([both[0], ended]) is both[0]
+
     def test_a_record_of_whole_seconds_is_understood(self, tmp_path: Path) -> None:
         """Written by elastic's own `record` in a user's script."""
         record = {"message": {"message": "KeyError: 1", "extraInfo": {"py_callstack": "T", "timestamp": "12"}}}
@@ -129,6 +169,20 @@ class TestLetter:
     def test_a_signal_has_its_name_and_a_hint(self) -> None:
         text = letter([Outcome(0, -9, None, 1.0)])
         assert text.startswith("rank 0 of 1 failed first: it was killed by SIGKILL (out of memory?")
+
+    def test_no_hint_at_a_signal_that_the_launcher_sent(self) -> None:
+        """A second Ctrl-C kills a rank that was raising."""
+        killed = raised(0, 1.0, exit_code=-9, sent=signal.SIGKILL, sent_at=2.0, summary="SystemExit: 5")
+        text = stop_line([killed], signal.SIGINT, 1)
+        assert "memory" not in text
+        assert "rank 0 then was killed by SIGKILL." in text
+
+    def test_a_headline_says_the_error_of_a_syntax_error_too(self) -> None:
+        summary = 'File "train.py", line 3\n    x = = 1\n        ^\nSyntaxError: invalid syntax'
+        assert letter([raised(0, 1.0, summary=summary)]).startswith(
+            "rank 0 of 1 failed first, with exit code 1: it raised SyntaxError: invalid syntax "
+            '(File "train.py", line 3).\n'
+        )
 
     def test_a_stop_is_one_line(self) -> None:
         outcomes = [Outcome(0, 0, signal.SIGINT, 1.0), Outcome(1, -9, signal.SIGKILL, 1.0)]

@@ -455,6 +455,26 @@ def test_a_preset_of_two_axes_takes_one_node_unless_told() -> None:
         table_of(Plan(preset="hsdp", mesh={"dp": 4}))
 
 
+def test_a_preset_of_two_axes_takes_the_ranks_of_a_host_for_its_inner_one() -> None:
+    for name in ("hsdp", "hpz"):
+        assert str(mesh_for(Plan(preset=name), 8, 4)) == "node=2 x local=4"
+        assert str(mesh_for(Plan(preset=name), 4, 4)) == "node=1 x local=4"
+        assert str(mesh_for(Plan(preset=name, mesh={"node": 4, "local": 2}), 8, 4)) == "node=4 x local=2"
+    assert str(mesh_for(Plan(preset="zero3"), 8, 3)) == "dp=8"
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE, but 3 does not divide the world's 8"):
+        mesh_for(Plan(preset="hsdp"), 8, 3)
+    with pytest.raises(ConfigError, match="'local': LOCAL_WORLD_SIZE, which is not set"):
+        mesh_for(Plan(preset="hpz"), 8, 0)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "sp", "ep", "cp"])
+def test_axes_of_another_parallelism_are_refused(axis: str) -> None:
+    for size in (4, -1):
+        with pytest.raises(ConfigError, match=rf"has the axis '{axis}', which means \w+ parallelism"):
+            mesh_for(Plan(mesh={"dp": 2, axis: size}), 8)
+    assert str(mesh_for(Plan(mesh={"dp": 8, axis: 1}), 8)) == f"dp=8 x {axis}=1"
+
+
 def test_an_unknown_preset_has_a_nearest_one() -> None:
     with pytest.raises(PlacementError, match=r"There is no preset 'zero4'\. Did you mean 'zero[123]'\?"):
         preset("zero4")

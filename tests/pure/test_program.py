@@ -575,6 +575,8 @@ def test_blocks_that_are_kept_for_messages_are_promised_where_parameters_stay() 
     marks = tuple(Mark(moment, 10**9 if index == 0 else 0, 0) for index, moment in enumerate((*trace, END_OF_BACKWARD)))
     held = plan_step(units, trace, activations=Activations(marks)).footprint
     assert (held.activations, held.working) == (10**9, NUM_KEPT_BLOCKS * NUMEL * 2)
+    on_gpu = plan_step(units, trace, activations=Activations(marks, on_cpu=False)).footprint
+    assert (on_gpu.activations, on_gpu.working) == (10**9, 0)  # it has no blocks of shared memory
 
 
 def test_activations_of_another_order_are_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import VOCAB, WIDTH, Transformer, assert_same, batches, plain_run, sharded_run
+from twins import VOCAB, WIDTH, Run, Transformer, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 
@@ -69,3 +69,75 @@ def test_adapters_train_like_the_plain_model(preset: str, num_ranks: int, needs_
     report = run.extra["report"]
     trainable = 3 * 2 * (WIDTH + 3 * WIDTH + 4 * WIDTH + WIDTH)
     assert report.promised["optim"] < 2 * 4 * trainable  # states of the adapters alone, and these sharded
+
+
+MICRO_BATCHES = 3
+
+
+def in_turn(model: nn.Module, batch: tuple[Tensor, Tensor], backward: Any) -> None:
+    for x, y in zip(*(part.chunk(MICRO_BATCHES) for part in batch), strict=True):
+        backward(model(x, y))
+
+
+def forwards_first(model: nn.Module, batch: tuple[Tensor, Tensor], backward: Any) -> None:
+    for loss in [model(x, y) for x, y in zip(*(part.chunk(MICRO_BATCHES) for part in batch), strict=True)]:
+        backward(loss)
+
+
+def last_first(model: nn.Module, batch: tuple[Tensor, Tensor], backward: Any) -> None:
+    parts = zip(*(part.chunk(MICRO_BATCHES) for part in batch), strict=True)
+    for loss in reversed([model(x, y) for x, y in parts]):
+        backward(loss)
+
+
+def one_graph(model: nn.Module, batch: tuple[Tensor, Tensor], backward: Any) -> None:
+    loss = model(*batch) / 2
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+CASES = [
+    *((order, "zero3", False) for order in (in_turn, forwards_first, last_first, one_graph)),
+    *((forwards_first, preset, False) for preset in ("zero2", "hsdp")),
+    *((order, "zero3", True) for order in (forwards_first, one_graph)),
+]
+
+
+@pytest.mark.parametrize("trainable", [False, True], ids=["adapters", "all"])
+@pytest.mark.parametrize(("order", "preset", "shares_memory"), CASES)
+def test_forwards_and_backwards_in_any_order(order: Any, preset: str, shares_memory: bool, trainable: bool) -> None:
+    torch.manual_seed(0)
+    model = Adapted(recompute=False, needs_grad=False)
+    if trainable:
+        model.requires_grad_(True)
+    data = batches(3, rows=12)
+
+    def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
+        order(engine.module, batch, lambda loss: (loss / MICRO_BATCHES).backward())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            return engine(*batch)
+
+    mesh = {"node": 2, "local": 1} if preset == "hsdp" else None
+    run = sharded_run(model, data, preset, 2, mesh, adamw_of_trainable, step=step, shares_memory=shares_memory)
+    twin = plain_run(model, data, adamw_of_trainable)
+    assert_same(Run(params=run.params), Run(params=twin.params))
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "messages"])
+def test_recomputed_in_an_inner_backward(shares_memory: bool) -> None:
+    """Torch's older checkpointing runs an autograd of its own inside of the backward."""
+
+    class Reentrant(Adapted):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            hidden = (self.tokens(x) + self.positions.weight[: x.shape[1]]).requires_grad_()
+            for block in self.blocks:
+                hidden = checkpoint(block, hidden, use_reentrant=True)
+            return F.cross_entropy(self.head(self.norm(hidden)).float().view(-1, VOCAB), y.flatten())
+
+    torch.manual_seed(0)
+    model = Reentrant(recompute=False, needs_grad=False)
+    data = batches(4, rows=12)
+    run = sharded_run(model, data, "zero3", 2, None, adamw_of_trainable, shares_memory=shares_memory)
+    assert_same(run, plain_run(model, data, adamw_of_trainable))

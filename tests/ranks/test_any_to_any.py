@@ -16,7 +16,7 @@ from torch import nn
 from twins import Transformer, batches, plan_of, train, work_on_ranks
 
 import shardwise as sw
-from shardwise.checkpoint.index import read_index
+from shardwise.checkpoint.schema import read_index
 from shardwise.placement import PRESETS
 from shardwise.testing import run_ranks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import nn
 from twins import PRESETS_2, PRESETS_2X2, Transformer, full_params, plan_of, train_steps, work_on_ranks
 
 import shardwise as sw
-from shardwise.checkpoint.index import Index, read_index
+from shardwise.checkpoint.index import Index
+from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state import content
 
@@ -112,13 +114,18 @@ def test_the_latest_is_taken_and_a_draft_never(tmp_path: Path) -> None:
         if engine.world.rank == 0:
             (tmp_path / ".writing-step-00000009").mkdir()
             (tmp_path / "step-00000008").mkdir()
-            (tmp_path / "latest").write_text("step-00000099")
         engine.world.barrier()
         resumed = engine.resume(tmp_path)
         assert resumed is not None
-        return resumed.step
+        engine.world.barrier()
+        if engine.world.rank == 0:
+            (tmp_path / "latest").unlink()  # as after a crash in the first save of all
+        engine.world.barrier()
+        again = engine.resume(tmp_path)
+        assert again is not None
+        return resumed.step, again.step
 
-    assert on_ranks(2, work, {"preset": "zero1"}) == [3, 3]
+    assert on_ranks(2, work, {"preset": "zero1"}) == [(3, 3)] * 2
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000003", "step-00000008"]
 
 
@@ -150,15 +157,25 @@ def rewritten(path: Path, change: Callable[[Index], None]) -> None:
 
 
 def reshape(path: Path) -> None:
-    rewritten(path, lambda index: index.shapes.update({"blocks.0.up.weight": [3, 3]}))
+    rewritten(path, lambda index: index.shapes.update({"blocks.0.up.weight": [32, 128]}))
 
 
 def rename(path: Path) -> None:
-    rewritten(path, lambda index: index.shapes.update({"elsewhere": index.shapes.pop("blocks.0.up.weight")}))
+    def change(index: Index) -> None:
+        index.shapes["elsewhere"] = index.shapes.pop("blocks.0.up.weight")
+        renamed = {"name": "elsewhere", "key": "param/elsewhere"}
+        names = index.groups[0]["params"]
+        names[names.index("blocks.0.up.weight")] = "elsewhere"
+        is_it = [chunk.name == "blocks.0.up.weight" for chunk in index.chunks]
+        index.chunks = [
+            replace(chunk, **renamed) if it else chunk for chunk, it in zip(index.chunks, is_it, strict=True)
+        ]
+
+    rewritten(path, change)
 
 
 def more(path: Path) -> None:
-    rewritten(path, lambda index: index.shapes.update({"head2.weight": [3, 3]}))
+    rewritten(path, lambda index: index.shapes.update({"head2.weight": [0]}))
 
 
 def lose_a_chunk(path: Path) -> None:
@@ -191,7 +208,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped head": (flip_head, "rank-00001.safetensors is damaged: its head"),
     "flipped index": (flip_index, "index.json is damaged"),
     "missing": (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
-    "lost chunk": (lose_a_chunk, "elements of param norm.weight that this rank needs; it is incomplete"),
+    "lost chunk": (lose_a_chunk, "but what is before ends at"),
     "more tensors": (more, "has a tensor head2.weight that the model lacks"),
     "groups": (regroup, "has 2 parameter groups, this one has 1"),
     "newer format": (lambda path: (path / "index.json").write_text('{"format": 9}'), "written by a newer shardwise"),
@@ -199,7 +216,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no json": (lambda path: (path / "index.json").write_text("{"), "cannot be read"),
     "old format": (lambda path: (path / "index.json").write_text('{"format": 0}'), "has format 0"),
     "foreign": (lambda path: (path / "index.json").write_text(FOREIGN), "not an index that shardwise wrote"),
-    "shape": (reshape, "blocks.0.up.weight with shape [3, 3]"),
+    "shape": (reshape, "blocks.0.up.weight with shape [32, 128]"),
     "other model": (rename, "has no tensor blocks.0.up.weight"),
 }
 

@@ -112,9 +112,9 @@ def test_inspect_reads_what_was_saved(run: Any) -> None:
         ({"adapter_config.json": "{}"}, "an adapter of PEFT"),
         ({"step-00000001/rank-00000.safetensors": "", "latest": "step-00000001"}, "none of its step folders has"),
         ({"index.json": "{"}, "cannot be read"),
-        ({"model.safetensors": "x" * 20}, "cannot be read"),
-        ({"model.safetensors.index.json": '{"weight_map": {"a": "b.safetensors"}}'}, "b.safetensors is missing"),
-        ({"model.safetensors.index.json": "{}"}, "cannot be read: KeyError"),
+        ({"model.safetensors": "x" * 20}, "not a safetensors file"),
+        ({"model.safetensors.index.json": '{"weight_map": {"a": "b.safetensors"}}'}, "names b.safetensors"),
+        ({"model.safetensors.index.json": "{}"}, "has no weight_map"),
         ({".metadata": "x"}, "cannot be read"),
         ({"mp_rank_00_model_states.pt": "x"}, "cannot be read"),
     ],
@@ -455,7 +455,7 @@ def test_dcp_and_back_is_the_same(run: Any, tmp_path: Path) -> None:
 
 def test_metadata_that_runs_code_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    with pytest.raises(CheckpointError, match=r"asks for os\.system"):
+    with pytest.raises(CheckpointError, match="opcode 'S', which no checkpoint needs"):
         sw.inspect(tmp_path)
 
 

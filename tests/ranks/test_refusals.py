@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, batches
+from twins import Transformer, adamw, batches
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError, PlacementError, StateError
@@ -45,14 +45,75 @@ PLANS: dict[str, tuple[Any, str]] = {
     "unit name": ({"units": ["blocks.*", "hed"]}, "Did you mean 'head'?"),
     "unit class": ({"units": {"class": "Blok"}}, "Did you mean 'Block'?"),
     "nested units": ({"units": ["blocks", "blocks.1"]}, "'blocks.1' and also a module around it"),
+    "compile": ({"compile": "inductr"}, "compile is 'inductr', which torch.compile does not know. Did you mean"),
 }
 
 
 @pytest.mark.parametrize("case", PLANS)
 def test_plans(case: str) -> None:
+    """Nothing has been changed, and the model can be sharded by a plan that can be meant."""
     plan, words = PLANS[case]
-    letter = refused(2, lambda world: sw.shard(Transformer(), plan, world=world), ConfigError)
+    torch.manual_seed(0)
+    models = [Transformer() for _ in range(2)]
+    before = [{name: (param, param.detach().clone()) for name, param in each.named_parameters()} for each in models]
+    letter = refused(2, lambda world: sw.shard(models[world.rank], plan, world=world), ConfigError)
     assert words in letter
+    for model, params in zip(models, before, strict=True):
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        for name, param in model.named_parameters():
+            assert param is params[name][0]
+            assert torch.equal(param, params[name][1])
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
+def test_plans_that_are_refused_by_reshard_leave_the_engine_as_it_was(*, shares_memory: bool) -> None:
+    torch.manual_seed(0)
+    models = [Transformer() for _ in range(2)]
+    data = batches(2, rows=4)
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with sw.shard(model, "zero3", optimizer=adamw(model), world=world) as engine:
+            engine.backward(engine(*data[0]))
+            engine.step()
+            before = engine.state_dict()
+            for plan, words in PLANS.values():
+                with pytest.raises(ConfigError) as caught:
+                    engine.reshard(plan)
+                assert words in str(caught.value)
+                after = engine.state_dict()
+                assert all(torch.equal(value, after[name]) for name, value in before.items())
+            engine.backward(engine(*data[1]))
+            engine.step()
+            assert any(not torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+    run_ranks(2, rank, shares_memory=shares_memory)
+
+
+def scripted() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        pytest.param(
+            scripted,
+            "Module 1 was made by torch.jit",
+            marks=pytest.mark.filterwarnings("ignore:`torch.jit"),
+        ),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), "Parameter 1.weight has no shape yet"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False)),
+            "Buffer 1.running_mean has no shape",
+        ),
+    ],
+    ids=["a script", "a lazy module", "lazy buffers"],
+)
+def test_models(build: Callable[[], nn.Module], words: str) -> None:
+    models = [build() for _ in range(2)]
+    assert words in refused(2, lambda world: sw.shard(models[world.rank], world=world), ModelError)
 
 
 def test_parameters_on_different_devices() -> None:
@@ -141,7 +202,7 @@ def test_sparse_gradients() -> None:
 
 
 def test_an_environment_that_makes_no_sense() -> None:
-    with pytest.raises(ConfigError, match="not both numbers"):
+    with pytest.raises(ConfigError, match="is not a number"):
         sw.World.join(environment={"RANK": "x", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigError, match="RANK=2 is not within WORLD_SIZE=2"):
         sw.World.join(environment={"RANK": "2", "WORLD_SIZE": "2"})

@@ -28,7 +28,7 @@ import shardwise as sw
 from shardwise.comm.shm import neighbours, word
 from shardwise.comm.shm.arena import Arena
 from shardwise.comm.shm.desk import NUM_OFFERS
-from shardwise.comm.shm.file import SharedFile, is_possible
+from shardwise.comm.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -257,7 +257,7 @@ def test_where_nothing_can_rest_in_common_collectives_still_share(
     """No address space for the whole on one rank: parameters rest apart on all, and are gathered through blocks."""
     plain_map = SharedFile.map_privately
 
-    def refuse(self: SharedFile, offset: int, num_bytes: int) -> mmap.mmap:
+    def refuse(self: SharedFile, offset: int, num_bytes: int) -> Mapping:
         if threading.current_thread().name == "rank 1":
             raise OSError("Cannot allocate memory")
         return plain_map(self, offset, num_bytes)
@@ -272,6 +272,66 @@ def test_where_nothing_can_rest_in_common_collectives_still_share(
     assert_same(run, plain_run(model, data))
     assert "by shared memory" in run.extra["how"]
     assert run.extra["rests_apart"]
+
+
+def test_a_unit_takes_no_descriptor() -> None:
+    """Hundreds of units would not fit into the 1024 that a shell allows."""
+
+    def num_open(units: int) -> int:
+        layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(units)))
+
+        def rank(world: sw.World) -> int:
+            model = copy.deepcopy(layers)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine = sw.shard(
+                model, {"preset": "zero3", "units": {"class": "Linear"}}, optimizer=optimizer, world=world
+            )
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+            world.barrier()
+            num = len(list(Path("/proc/self/fd").iterdir()))
+            world.barrier()
+            return num
+
+        return max(run_ranks(2, rank))
+
+    assert num_open(60) <= num_open(5) + 4
+
+
+def test_a_mapping_lives_as_long_as_what_was_made_from_it() -> None:
+    file = SharedFile.create()
+    whole = file.map(0, 2 * PAGE)
+    file.close()
+    view = bytes_of(whole)[PAGE:]
+    address = view.data_ptr()
+    del whole
+    gc.collect()
+    view.fill_(7)
+    assert view.sum() == 7 * PAGE
+    assert f"{address - PAGE:x}-" in Path("/proc/self/maps").read_text()
+    del view
+    assert f"{address - PAGE:x}-" not in Path("/proc/self/maps").read_text()
+
+
+def test_what_the_system_refuses_is_told_in_its_words() -> None:
+    file = SharedFile.create()
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        file.map(0, 2**60)
+    file.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.map(0, PAGE)
+
+
+def test_of_a_neighbours_blocks_the_least_recently_used_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "_NUM_MAPPED", 2)
+
+    def rank(world: sw.World) -> list[int]:
+        near = world._host._neighbours  # type: ignore[attr-defined]
+        for offset in (1, 2, 1, 3):
+            near._view(1 - world.rank, offset * PAGE, PAGE)
+        return [offset // PAGE for _, offset, _ in near._mapped]
+
+    assert run_ranks(2, rank) == [[1, 3]] * 2
 
 
 # -- the parts ----------------------------------------------------------------------------------------------

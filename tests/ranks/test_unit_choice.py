@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from twins import Batch, Transformer, adamw, assert_same, batches, plain_run, sharded_run
+from twins import Batch, Transformer, assert_rounds_like_the_plain_model, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import ConfigError
@@ -94,16 +93,5 @@ def test_autocast_computes_what_the_plain_model_computes(preset: str, num_ranks:
         return loss
 
     data = batches(5, rows=12)
-    twin = copy.deepcopy(model)
-    optimizer = adamw(twin)
-    losses = []
-    for batch in data:
-        optimizer.zero_grad()
-        loss = forward(twin, batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
     run = sharded_run(model, data, preset, num_ranks, None, step=step)
-    assert run.losses == pytest.approx(losses, rel=3e-3)
-    for name, param in twin.named_parameters():
-        assert torch.allclose(run.params[name], param, atol=5e-3), name
+    assert_rounds_like_the_plain_model(run, model, data, num_ranks=num_ranks, forward=forward)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,24 +92,64 @@ class Run:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+def call(model: Any, batch: Batch) -> Tensor:
+    return model(*batch)
+
+
 def plain_run(
-    model: nn.Module, data: Sequence[Batch], make_optimizer: MakeOptimizer = adamw, *, clip: float | None = None
+    model: nn.Module,
+    data: Sequence[Batch],
+    make_optimizer: MakeOptimizer = adamw,
+    *,
+    clip: float | None = None,
+    shares: int = 1,
+    dtype: torch.dtype | None = None,
+    keeps: tuple[type[nn.Module], ...] = (),
+    forward: Callable[[Any, Batch], Tensor] = call,
 ) -> Run:
-    """The twin: one process, whole batches, nothing of ours."""
-    model = copy.deepcopy(model)
-    optimizer = make_optimizer(model)
+    """The twin: one process, nothing of ours. Whole batches, or as many `shares` of one as there are ranks, whose
+    gradients are averaged; in a narrow `dtype` if one is given (but for modules of classes that keep theirs), beside
+    fp32 masters that the optimizer updates."""
+    masters = copy.deepcopy(model)
+    model = masters if dtype is None else narrowed(model, dtype, keeps)
+    scale = 2.0**16 if dtype == torch.float16 else 1.0
+    optimizer = make_optimizer(masters)
     run = Run()
     for x, y in data:
-        optimizer.zero_grad()
-        loss = model(x, y)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))
+        parts = list(zip(x.chunk(shares), y.chunk(shares), strict=True))
+        losses, grads = zip(*(_loss_and_grads(model, part, forward, scale) for part in parts), strict=True)
+        for param, *of_parts in zip(masters.parameters(), *grads, strict=True):
+            there = [grad.to(param.dtype) for grad in of_parts if grad is not None]
+            param.grad = sum(there[1:], there[0]) / (scale * shares) if there else None
+        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), clip if clip is not None else float("inf"))
         optimizer.step()
-        run.losses.append(loss.item())
+        if dtype is not None:
+            with torch.no_grad():
+                for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                    param.copy_(master)
+        run.losses.append(sum(losses) / shares)
         run.norms.append(norm.item())
-    floating = [(name, param) for name, param in model.named_parameters() if param.is_floating_point()]
+    floating = [(name, param) for name, param in masters.named_parameters() if param.is_floating_point()]
     run.params = {name: param.detach().clone() for name, param in floating}
     return run
+
+
+def narrowed(model: nn.Module, dtype: torch.dtype, keeps: tuple[type[nn.Module], ...] = ()) -> nn.Module:
+    """A copy in `dtype`, but for the modules of the classes that keep theirs."""
+    narrow = copy.deepcopy(model).to(dtype)
+    for module in narrow.modules():
+        if isinstance(module, keeps):
+            module.float()
+    return narrow
+
+
+def _loss_and_grads(
+    model: nn.Module, batch: Batch, forward: Callable[[Any, Batch], Tensor], scale: float
+) -> tuple[float, list[Tensor | None]]:
+    model.zero_grad()
+    loss = forward(model, batch)
+    (loss * scale if scale != 1 else loss).backward()
+    return loss.item(), [param.grad for param in model.parameters()]
 
 
 def sharded_run(
@@ -238,3 +278,43 @@ def assert_same(run: Run, twin: Run, *, loss: float = 1e-6, param: float = 1e-5,
     for name, theirs in twin.params.items():
         difference = (run.params[name] - theirs.float()).abs().max().item()
         assert difference <= param, f"{name} differs by {difference}"
+
+
+def assert_as_near(run: Run, twin: Run, other: Run, *, times: float = 4.0) -> None:
+    """`run` comes as near to `twin` as a few times the rounding of the plain model, on the processor we are on.
+
+    `other` is a plain run as well, which differs from `twin` by rounding alone: it takes whole batches where the twin
+    takes the shares that ranks have, or a wider dtype. How far those two are apart is no number of ours: matrix
+    products round by their shape, and processors differ in how.
+    """
+    names = twin.params.keys()
+    assert_same(
+        run,
+        twin,
+        loss=1e-6 + times * _furthest(zip(other.losses, twin.losses, strict=True)),
+        norm=1e-5 + times * _furthest(zip(other.norms, twin.norms, strict=True)),
+        param=1e-5 + times * max((other.params[name] - twin.params[name]).abs().max().item() for name in names),
+    )
+
+
+def _furthest(pairs: Iterable[tuple[float, float]]) -> float:
+    """The largest relative distance."""
+    return max(abs(one - other) / abs(other) for one, other in pairs)
+
+
+def assert_rounds_like_the_plain_model(
+    run: Run,
+    model: nn.Module,
+    data: Sequence[Batch],
+    make_optimizer: MakeOptimizer = adamw,
+    *,
+    num_ranks: int,
+    clip: float | None = None,
+    dtype: torch.dtype | None = None,
+    keeps: tuple[type[nn.Module], ...] = (),
+    forward: Callable[[Any, Batch], Tensor] = call,
+) -> None:
+    """A sharded run in a narrow `dtype`, or under the autocast that `forward` switches on, beside the plain model."""
+    settings: dict[str, Any] = {"clip": clip, "dtype": dtype, "keeps": keeps, "forward": forward}
+    in_shares = plain_run(model, data, make_optimizer, shares=num_ranks, **settings)
+    assert_as_near(run, in_shares, plain_run(model, data, make_optimizer, **settings))

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from shardwise.comm import World
-from shardwise.errors import ModelError
+from shardwise.errors import ConfigError, ModelError
+
+_MOST_SHOWN = 4
 
 
 def check_model(model: nn.Module) -> torch.device:
     """The one device of all parameters, which may be the meta device, or a sentence about what is in the way."""
+    _refuse_scripts(model)
+    _refuse_lazy(model)
     by_device: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
         by_device.setdefault(param.device, name)
-        if nn.parameter.is_lazy(param):
-            raise ModelError(f"Parameter {name} has no shape yet: call the lazy module once before it is sharded.")
         if param.is_sparse or param.is_complex():
             raise ModelError(
                 f"Parameter {name} is {param.dtype}, {param.layout}; only dense real parameters can be sharded."
@@ -31,6 +34,26 @@ def check_model(model: nn.Module) -> torch.device:
             f"The model's parameters are on different devices: {where}. Move the model to one with .to(device)."
         )
     return next(iter(by_device))
+
+
+def _refuse_scripts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"Module {name}" if name else "The model"
+            raise ModelError(
+                f"{what} was made by torch.jit: it computes outside of Python, where nothing can be gathered for it. "
+                f"Shard the nn.Module that it was made of; the plan's `compile` makes graphs of its units."
+            )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    for kind, named in (("Parameter", model.named_parameters()), ("Buffer", model.named_buffers())):
+        for name, tensor in named:
+            if nn.parameter.is_lazy(tensor):
+                raise ModelError(
+                    f"{kind} {name} has no shape yet: call the model once on a batch, so that its lazy modules know "
+                    f"their sizes, then make the optimizer and shard it."
+                )
 
 
 def check_same_everywhere(model: nn.Module, world: World) -> None:
@@ -46,6 +69,26 @@ def check_same_everywhere(model: nn.Module, world: World) -> None:
     theirs = [json.loads(message) for message in world.exchange(json.dumps(mine).encode())]
     odd = next(rank for rank, other in enumerate(theirs) if other != theirs[0])
     raise ModelError(f"The ranks built different models: {_first_difference(theirs[0], theirs[odd], odd)}")
+
+
+def check_same_settings(settings: Mapping[str, object], kind: str, world: World) -> None:
+    """Raise `ConfigError` on every rank, naming what differs, unless all have the same `settings`. All ranks call.
+
+    `kind` is whose settings they are, such as "plan"; values are anything that JSON can hold.
+    """
+    messages = world.exchange(json.dumps(settings, default=repr).encode())
+    odd = next((rank for rank, message in enumerate(messages) if message != messages[0]), None)
+    if odd is None:
+        return
+    told = [json.loads(message) for message in messages]
+    keys = dict.fromkeys([*told[0], *told[odd]])
+    differing = [key for key in keys if told[0].get(key) != told[odd].get(key)]
+    shown = "; ".join(
+        f"{key} is {told[0].get(key)!r} on rank 0 and {told[odd].get(key)!r} on rank {odd}"
+        for key in differing[:_MOST_SHOWN]
+    )
+    more = f"; and {len(differing) - _MOST_SHOWN} more" if len(differing) > _MOST_SHOWN else ""
+    raise ConfigError(f"The ranks were given different {kind}s: {shown}{more}. Give all ranks the same {kind}.")
 
 
 def _first_difference(zero: list[list[object]], other: list[list[object]], rank: int) -> str:

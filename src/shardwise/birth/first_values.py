@@ -24,7 +24,7 @@ from shardwise.birth.tape import Origin, Ref, digest_of, origin_of, replay, tens
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.placement import Span
-from shardwise.storage import Flat, Unit
+from shardwise.storage import Flat, Unit, copy_into, is_dense
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -135,6 +135,11 @@ class FirstValues:
 
     def _settled_buffer(self, name: str, buffer: Tensor) -> Tensor:
         """The buffer itself with its values, on the device of the model."""
+        if not is_dense(buffer):
+            raise ModelError(
+                f"The buffer {name} is sparse or quantized, and such values cannot be given to all ranks. Make it a "
+                "dense tensor, or a plain attribute of its module, which each rank has for itself."
+            )
         if self._is_stored(name) or origin_of(buffer) is not None:
             buffer.data = self._whole(name, buffer)
         elif buffer.device != self.device:
@@ -169,7 +174,7 @@ class FirstValues:
         sent = tensor.contiguous()
         self._world.collectives(tensor.device).broadcast(sent.view(-1), 0, self._world.everybody).wait()
         if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent)
+            copy_into(tensor, sent)
 
 
 def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:

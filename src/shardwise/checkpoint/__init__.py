@@ -1,8 +1,9 @@
 """Checkpoints: sharded safetensors and a JSON index, published at once, read by any mesh."""
 
+from shardwise.checkpoint.codec import encode
 from shardwise.checkpoint.content import Content, Entry, content_of
-from shardwise.checkpoint.folder import checkpoints_in, newest
-from shardwise.checkpoint.keep import Keep
+from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
+from shardwise.checkpoint.keep import Keep, numbers_of
 from shardwise.checkpoint.load import Loaded, Stateful, find, load
 from shardwise.checkpoint.reshard import Belongings
 from shardwise.checkpoint.saver import Request, Saver
@@ -18,7 +19,10 @@ __all__ = [
     "Stateful",
     "checkpoints_in",
     "content_of",
+    "encode",
     "find",
     "load",
     "newest",
+    "numbers_of",
+    "step_name",
 ]

@@ -7,13 +7,20 @@ word for is an object with one key that starts with `$`.
 from __future__ import annotations
 
 import base64
+import math
+import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardwise.errors import ConfigError
+from shardwise.errors import CheckpointError, ConfigError
+
+MAX_DIMS = 64
+"""Of a tensor or an array; numpy has no more."""
+_ARRAY_DTYPE = re.compile(r"[<>|][biufcSUVMm]\d{1,9}(\[\w{1,9}\])?")
 
 
 def encode(value: Any, where: str = "state") -> Any:
@@ -42,28 +49,77 @@ def encode(value: Any, where: str = "state") -> Any:
     )
 
 
-def decode(value: Any) -> Any:
-    """The inverse of `encode`."""
+def decode(value: Any, where: str = "state") -> Any:
+    """The inverse of `encode`. Raises `CheckpointError` naming the place of what `encode` cannot have written."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    match next(iter(value.items()), None):
-        case "$tuple", items:
-            return tuple(map(decode, items))
-        case "$dict", items:
-            return {decode(key): decode(item) for key, item in items}
-        case "$counter", items:
-            return Counter({decode(key): decode(item) for key, item in items})
-        case "$bytes", text:
-            return base64.b64decode(text)
-        case "$array", [dtype, shape, text]:
-            return np.frombuffer(bytearray(base64.b64decode(text)), dtype=np.dtype(dtype)).reshape(shape)
-        case "$number", [dtype, text]:
-            return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype))[0]
-        case "$tensor", [name, shape, text]:
-            return bytes_tensor(base64.b64decode(text)).view(dtype_of(name)).reshape(shape)
-    return {key: decode(item) for key, item in value.items()}
+    word = next(iter(value), "")
+    if not word.startswith("$"):
+        return {key: decode(item, f"{where}[{key!r}]") for key, item in value.items()}
+    try:
+        return _decode_word(word, value, where)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # numpy's and torch's own words
+        raise CheckpointError(f"{where} is not what shardwise writes there: {word}: {error}.") from error
+
+
+def _decode_word(word: str, value: dict[str, Any], where: str) -> Any:
+    """What `word`, the only key of `value`, stands for."""
+    if len(value) > 1:
+        raise ValueError(f"it stands beside {list(value)[1]!r}")
+    match word, value[word]:
+        case "$tuple", list(items):
+            return tuple(decode(item, f"{where}[{index}]") for index, item in enumerate(items))
+        case "$dict", list(items):
+            return dict(_decoded_pairs(items, where))
+        case "$counter", list(items):
+            return Counter(dict(_decoded_pairs(items, where)))
+        case "$bytes", str(text):
+            return _decoded_bytes(text)
+        case "$array", [str(name), list(shape), str(text)]:
+            content, dtype = _decoded_bytes(text), _array_dtype(name)
+            _check_size(shape, len(content), dtype.itemsize)
+            array = np.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+            if dtype.kind == "U":
+                array.tolist()  # raises for code points that there are none of
+            return array
+        case "$number", [str(name), str(text)]:
+            content, dtype = _decoded_bytes(text), _array_dtype(name)
+            _check_size([], len(content), dtype.itemsize)
+            return np.frombuffer(content, dtype=dtype)[0]
+        case "$tensor", [str(name), list(shape), str(text)]:
+            content, torch_dtype = _decoded_bytes(text), dtype_of(name)
+            _check_size(shape, len(content), torch_dtype.itemsize)
+            return bytes_tensor(content).view(torch_dtype).reshape(shape)
+    raise ValueError("it is not one of the words used there, or has other things in it")
+
+
+def _decoded_pairs(items: list[Any], where: str) -> Iterator[tuple[Any, Any]]:
+    for item in items:
+        if not isinstance(item, list) or len(item) != 2:
+            raise ValueError("it has something that is not a key and a value")
+        key = decode(item[0], f"a key of {where}")
+        yield key, decode(item[1], f"{where}[{key!r}]")
+
+
+def _decoded_bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _array_dtype(name: str) -> np.dtype[Any]:
+    """A dtype that has a size, and no Python objects in it."""
+    dtype = np.dtype(name) if _ARRAY_DTYPE.fullmatch(name) else None
+    if dtype is None or not dtype.itemsize or dtype.str != name:
+        raise ValueError(f"{name!r} is no dtype of numbers or text")
+    return dtype
+
+
+def _check_size(shape: list[Any], num_bytes: int, itemsize: int) -> None:
+    if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > MAX_DIMS:
+        raise ValueError(f"{shape} is no shape")
+    if math.prod(shape) * itemsize != num_bytes:
+        raise ValueError(f"shape {shape} does not fit {num_bytes} bytes")
 
 
 def _encode_dict(value: dict[Any, Any], where: str) -> Any:
@@ -90,7 +146,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of this torch")
     return dtype

@@ -57,6 +57,8 @@ class Content:
     entries: list[Entry] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    optimizer: str = ""
+    """The name of the optimizer's class."""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
 
@@ -78,9 +80,10 @@ def content_of(
     for name, param in every:
         first.setdefault(param, name)
     content = Content(ties={name: first[param] for name, param in every if first[param] != name})
-    written = _add_params(content, flats, in_sight={param.untyped_storage().data_ptr() for param in first})
     sharded = {param for flat in flats for param in flat.params}
     loose = [(name, param.detach()) for param, name in first.items() if param not in sharded]
+    in_sight = [flat.full for flat in flats] + [tensor for _, tensor in loose]
+    written = _add_params(content, flats, in_sight={one.untyped_storage().data_ptr() for one in in_sight})
     kind = f"buffer.{rank}" if own_buffers and rank else "buffer"
     for name, tensor in (*loose, *_persistent_buffers(model)):
         content.shapes[name] = tuple(tensor.shape)
@@ -89,6 +92,7 @@ def content_of(
     if optimizer is not None:
         _add_states(content, optimizer, written)
         content.groups = _groups(optimizer)
+        content.optimizer = type(optimizer.optimizer).__name__
     return content
 
 

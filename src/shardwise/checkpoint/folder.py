@@ -11,20 +11,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.index import INDEX, read_index
+from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.keep import Keep
+from shardwise.checkpoint.plain import read_text
+from shardwise.checkpoint.schema import read_index
 from shardwise.checkpoint.write import flush, note_path, write_text
 from shardwise.errors import CheckpointError
 from shardwise.units import format_bytes
 
 LATEST = "latest"
 STEP, WRITING, REPLACED, REMOVED = "step-", ".writing-", ".replaced-", ".removed-"
+MAX_NAME_BYTES = 4096
 SPARE_BYTES = 2**20
 """For what is written besides the tensors' bytes: notes and the index."""
+
+
+class AfterwardsError(CheckpointError):
+    """A checkpoint is there, but what comes after it failed. Says all of it by itself."""
 
 
 def step_name(step: int) -> str:
@@ -33,30 +42,73 @@ def step_name(step: int) -> str:
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """Every checkpoint of the folder, by step. One whose replacement was cut short counts under its own step."""
+    try:
+        names = sorted(os.listdir(folder))  # unlike a glob it says so if it may not look
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
     found: dict[int, Path] = {}
-    for prefix in (REPLACED + STEP, STEP):
-        for path in folder.glob(f"{prefix}*"):
-            number = path.name.removeprefix(prefix)
-            if number.isdigit() and (path / INDEX).exists():
-                found[int(number)] = path
+    for prefix in (REPLACED, ""):
+        for name in names:
+            number = _step_of(name.removeprefix(prefix)) if name.startswith(prefix) else None
+            if number is not None and (folder / name / INDEX).exists():
+                found[number] = folder / name
     return dict(sorted(found.items()))
 
 
 def newest(folder: Path) -> Path | None:
     """The checkpoint to resume from: what `latest` points at, else the highest step; `None` if there is none.
 
-    A checkpoint itself may be given too, or the file `latest`.
+    A checkpoint itself may be given too, or the file `latest`. Raises `CheckpointError` if `latest` names one that is
+    not there: an older one in its place is for the user to choose.
     """
     if folder.name == LATEST and folder.is_file():
         folder = folder.parent
     if (folder / INDEX).exists():
         return folder
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        pointed = folder / (folder / LATEST).read_text().strip()
-        if (pointed / INDEX).exists():
-            return pointed
-    found = list(checkpoints_in(folder).values())
-    return found[-1] if found else None
+    found = checkpoints_in(folder)
+    try:
+        named = read_text(folder / LATEST, MAX_NAME_BYTES).strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return _no_link(found[max(found)]) if found else None
+    except OSError as error:
+        raise CheckpointError(f"{folder / LATEST} cannot be read: {error}.{_advice(found)}") from error
+    number = _step_of(named)
+    if number is None:
+        raise CheckpointError(
+            f"{folder / LATEST} says {named[:80]!r}, which is not the name of a checkpoint of shardwise."
+            f"{_advice(found)}"
+        )
+    if number not in found:
+        raise CheckpointError(
+            f"{folder / LATEST} names {named}, but there is no checkpoint of that name: it was removed, or its {INDEX} "
+            f"was.{_advice(found)}"
+        )
+    return _no_link(found[number])
+
+
+def _step_of(name: str) -> int | None:
+    """The step in the name of a checkpoint's folder; `None` if it is not such a name."""
+    number = name.removeprefix(STEP)
+    is_number = number.isascii() and number.isdecimal() and len(number) < 20
+    return int(number) if is_number and step_name(int(number)) == name else None
+
+
+def _no_link(path: Path) -> Path:
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link, which is not followed. Name the checkpoint that it leads to."
+        )
+    return path
+
+
+def _advice(found: Mapping[int, Path]) -> str:
+    """What there is instead, newest first, and how to take it."""
+    if not found:
+        return " There is no other checkpoint in that folder."
+    paths = [found[step] for step in sorted(found, reverse=True)]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    names = ", ".join(path.name for path in paths[:3])
+    return f" There are {names}{more}. To go on from one of them, name it: {str(paths[0])!r}."
 
 
 def tidy(folder: Path) -> None:
@@ -104,9 +156,15 @@ def publish(draft: Path, target: Path, index_json: str) -> None:
         if old.exists():
             old.rename(target)
         raise
-    flush(target.parent)
-    write_text(target.parent / LATEST, target.name)
-    flush(target.parent)
+    try:
+        flush(target.parent)
+        write_text(target.parent / LATEST, target.name)
+        flush(target.parent)
+    except OSError as error:
+        raise AfterwardsError(
+            f"The checkpoint {target} is written, but {target.parent / LATEST} could not be made to name it ({error}). "
+            f"To go on from it, name it: resume({str(target)!r})."
+        ) from error
     shutil.rmtree(old, ignore_errors=True)
 
 

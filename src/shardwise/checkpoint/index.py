@@ -11,16 +11,24 @@ import json
 import zlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field
+
+from shardwise.checkpoint.plain import MAX_JSON_BYTES, parse_json, read_text
 from shardwise.errors import CheckpointError
 
-FORMAT = 3
-READABLE = (2, 3)
-"""In format 2 there were no narrow chunks."""
+FORMAT = 4
+READABLE = (2, 3, 4)
+"""In format 2 there were no narrow chunks; before 4 nobody said which optimizer it was."""
 INDEX = "index.json"
 LEAST_BLOCK_BYTES = 2**16
 MOST_BLOCKS = 64
+
+Count = Annotated[int, Field(strict=True, ge=0, le=2**60)]
+Crc = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+Number = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 @dataclass(frozen=True)
@@ -33,38 +41,44 @@ class Chunk:
     others do: those have it in the parameter's own dtype.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     kind: str
     name: str
-    start: int
-    stop: int
+    start: Count
+    stop: Count
     file: str
     key: str
     dtype: str
-    offset: int
-    num_bytes: int
-    block_bytes: int
-    crc32: list[int]
-    shape: list[int] | None = None
-    is_narrow: bool = False
+    offset: Count
+    num_bytes: Count
+    block_bytes: Count
+    crc32: list[Crc]
+    shape: list[Count] | None = None
+    is_narrow: Flag = False
 
 
 @dataclass(frozen=True)
 class File:
     """What a file must be like to be the one that was written. Its head is the first `head_bytes`."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     name: str
-    num_bytes: int
-    head_bytes: int
-    head_crc32: int
+    num_bytes: Count
+    head_bytes: Count
+    head_crc32: Crc
 
 
 @dataclass
 class Index:
-    step: int
-    world_size: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: Count
+    world_size: Annotated[int, Field(strict=True, ge=1, le=2**24)]
     layout: str
     state: dict[str, Any]
-    shapes: dict[str, list[int]]
+    shapes: dict[str, list[Count]]
     groups: list[dict[str, Any]]
     """One per parameter group of the optimizer: its settings, and under `params` the names of its parameters."""
     versions: dict[str, str]
@@ -72,15 +86,17 @@ class Index:
     """Further names of a parameter, and the name it has here."""
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
     """States of the optimizer that are plain numbers, by parameter and key."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Number] = field(default_factory=dict)
     files: list[File] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    optimizer: str = ""
+    """The name of the optimizer's class; "" if there was none, or nobody knows."""
 
     def to_json(self) -> str:
         body = {one.name: getattr(self, one.name) for one in fields(self)}
         body |= {"files": [vars(file) for file in self.files], "chunks": [vars(chunk) for chunk in self.chunks]}
-        text = _canonical(body)
-        return f'{{"format": {FORMAT}, "crc32": {zlib.crc32(text.encode())}, "index": {text}}}\n'
+        text = json.dumps(body, separators=(",", ":"))
+        return f'{{"format": {FORMAT}, "crc32": {zlib.crc32(_canonical(body))}, "index": {text}}}\n'
 
 
 def block_bytes_of(num_bytes: int) -> int:
@@ -91,34 +107,34 @@ def block_bytes_of(num_bytes: int) -> int:
     return size
 
 
-def read_index(folder: Path) -> Index:
-    """The index of the checkpoint in `folder`, or a `CheckpointError` that says why there is none."""
+def read_body(folder: Path) -> dict[str, Any]:
+    """What the index of the checkpoint in `folder` says, as it was written, but not checked further.
+
+    Raises `CheckpointError` that says why there is none.
+    """
     path = folder / INDEX
     try:
-        raw = json.loads(path.read_text())
+        raw = parse_json(read_text(path, MAX_JSON_BYTES), str(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {INDEX}.") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     found = raw.get("format") if isinstance(raw, dict) else None
-    if isinstance(found, int) and found > FORMAT:
+    if type(found) is int and found > FORMAT:
         raise CheckpointError(
             f"{path} has format {found}, written by a newer shardwise; this one reads format {FORMAT}. "
             f"Update shardwise."
         )
-    if found not in READABLE:
+    if type(found) is not int or found not in READABLE:
         raise CheckpointError(f"{path} has format {found!r}; this version of shardwise reads format {FORMAT}.")
     body = raw.get("index")
-    if zlib.crc32(_canonical(body).encode()) != raw.get("crc32"):
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path} is not an index that shardwise wrote: it has no object 'index'.")
+    if zlib.crc32(_canonical(body)) != raw.get("crc32"):
         raise CheckpointError(f"{path} is damaged: its checksum is not the one it was written with.")
-    try:
-        files = [File(**entry) for entry in body.pop("files")]
-        chunks = [Chunk(**entry) for entry in body.pop("chunks")]
-        return Index(**body, files=files, chunks=chunks)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not an index that shardwise wrote: {error}") from error
+    return body
 
 
-def _canonical(body: object) -> str:
+def _canonical(body: object) -> bytes:
     """The same text for the same content, however a person or a tool has laid it out since."""
-    return json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.errors import ConfigError
 
@@ -49,6 +50,28 @@ class Keep:
         values = {step: said[metric] for step, said in metrics.items() if metric in said}
         sign = -1 if self.largest else 1
         return sorted(_numbers(values), key=lambda step: (sign * values[step], step))
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers: tensors and arrays of one number may be given too. Raises `ConfigError` for others."""
+    return {_text(name): _number(name, value) for name, value in metrics.items()}
+
+
+def _text(name: object) -> str:
+    if not isinstance(name, str):
+        raise ConfigError(f"metrics has the name {name!r}; give it a name that is text.")
+    return name
+
+
+def _number(name: str, value: Any) -> float:
+    is_one = getattr(value, "shape", ()) in ((), (1,)) and not isinstance(value, str | bytes)
+    try:
+        return float(value.item() if hasattr(value, "item") else value) if is_one else float("")
+    except (TypeError, ValueError, OverflowError) as error:
+        said = f"of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)[:80]
+        raise ConfigError(
+            f"metrics[{name!r}] is a {type(value).__name__} {said}; give one number, such as loss.item()."
+        ) from error
 
 
 def _numbers(values: Mapping[int, float]) -> Iterable[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +15,16 @@ import torch
 from shardwise.checkpoint import rng
 from shardwise.checkpoint.codec import decode, dtype_name, dtype_of
 from shardwise.checkpoint.content import Content, Entry
+from shardwise.checkpoint.document import read_document
 from shardwise.checkpoint.folder import newest
-from shardwise.checkpoint.index import Index, read_index
+from shardwise.checkpoint.index import Index
 from shardwise.checkpoint.read import Read, Reader
+from shardwise.checkpoint.same import check_same_groups, check_same_model, check_same_optimizer, settings_of
+from shardwise.checkpoint.schema import read_index
 from shardwise.comm import World
-from shardwise.errors import CheckpointError, nearest
-from shardwise.optim import AdoptedOptimizer, Cooperative, Piece
+from shardwise.errors import CheckpointError, CommError
+from shardwise.optim import AdoptedOptimizer, Piece
+from shardwise.storage import agrees, copy_into, may_overlap
 
 
 class Stateful(Protocol):
@@ -64,10 +68,22 @@ class _Recipe:
 
 
 def find(folder: Path, world: World) -> Path | None:
-    """The checkpoint that all ranks will read: rank 0 looks, and tells the others. All ranks call."""
-    found = newest(folder) if world.rank == 0 else None
-    told = world.exchange(str(found).encode() if found is not None else b"")[0].decode()
-    return Path(told) if told else None
+    """The checkpoint that all ranks will read: rank 0 looks, and tells the others. All ranks call.
+
+    What it cannot look into, or what `newest` refuses, all ranks raise.
+    """
+    said = {}
+    if world.rank == 0:
+        try:
+            found = newest(folder)
+            said = {"path": None if found is None else str(found)}
+        except (CheckpointError, OSError) as error:
+            is_ours = isinstance(error, CheckpointError)
+            said = {"error": str(error) if is_ours else f"{folder} cannot be looked into: {error}."}
+    told = json.loads(world.exchange(json.dumps(said).encode())[0])
+    if "error" in told:
+        raise CheckpointError(told["error"])
+    return None if told["path"] is None else Path(told["path"])
 
 
 def load(
@@ -76,21 +92,26 @@ def load(
     optimizer: AdoptedOptimizer | None,
     world: World,
     objects: Mapping[str, Stateful] | None = None,
+    before_change: Callable[[], None] = lambda: None,
 ) -> Loaded:
     """Fill `content`, the optimizer, the `objects` and this rank's generators from the checkpoint at `path`.
 
     All ranks call. Nothing is changed before the index and every byte that is needed have been checked on every rank;
-    if one rank refuses, all raise the same `CheckpointError`.
+    if one rank refuses, all raise the same `CheckpointError`. `before_change` is called when all have agreed.
     """
-    with _reader(path, world) as reader, _undone_on_refusal(objects or {}):
+    objects, before = objects or {}, dict[str, Any]()
+    with _reader(path, world) as reader, _undone_on_refusal(objects, before):
         recipe = _Recipe()
         with _agreed(world):
-            _check_same_model(path, reader.index, content)
-            _check_same_groups(path, reader.index, content, optimizer)
+            check_same_model(path, reader, content, world)
+            check_same_groups(path, reader.index, content, optimizer)
+            check_same_optimizer(path, reader, content, optimizer)
             _work_out(recipe, reader, content, optimizer)
             _check_bytes(recipe, reader, optimizer, world)
             _recall(recipe, reader, world)
-            _give_back(path, objects or {}, recipe.memories)
+            before |= {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
+            _give_back(path, objects, recipe.memories)
+        before_change()
         with _agreed(
             world, "The checkpoint changed while it was read, and the model now has parts of it. Resume again. "
         ):
@@ -122,56 +143,20 @@ def _agreed(world: World, prefix: str = "") -> Iterator[None]:
     except Exception as error:  # whatever it is, the others must hear of it
         refusal = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         cause = error
-    refusals = [message.decode() for message in world.exchange(refusal.encode())]
+    refusals = [message.decode() for message in world.exchange(refusal.encode(errors="backslashreplace"))]
     if any(refusals):
         raise CheckpointError(prefix + next(said for said in refusals if said)) from cause
 
 
 @contextmanager
-def _undone_on_refusal(objects: Mapping[str, Stateful]) -> Iterator[None]:
-    """Put the user's objects back to what they were if this ends in a refusal."""
-    before = {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
+def _undone_on_refusal(objects: Mapping[str, Stateful], before: Mapping[str, Any]) -> Iterator[None]:
+    """Put the user's objects back to what they said `before` if this ends in a refusal."""
     try:
         yield
-    except CheckpointError:
-        for name, thing in objects.items():
-            thing.load_state_dict(before[name])
+    except (CheckpointError, CommError):
+        for name, state in before.items():
+            objects[name].load_state_dict(state)
         raise
-
-
-def _check_same_model(path: Path, index: Index, content: Content) -> None:
-    for name, shape in content.shapes.items():
-        if name not in index.shapes:
-            raise CheckpointError(
-                f"{path} has no tensor {name}; it is a checkpoint of another model. {nearest(name, index.shapes)}"
-            )
-        if tuple(index.shapes[name]) != shape:
-            raise CheckpointError(
-                f"{path} has {name} with shape {index.shapes[name]}, but the model has {list(shape)}."
-            )
-    for name in index.shapes:
-        if name not in content.shapes and name not in content.ties:
-            raise CheckpointError(
-                f"{path} has a tensor {name} that the model lacks; it is a checkpoint of another model."
-            )
-
-
-def _check_same_groups(path: Path, index: Index, content: Content, optimizer: AdoptedOptimizer | None) -> None:
-    """The optimizer's groups, by the names of their parameters. A checkpoint of weights alone has none."""
-    if optimizer is None or not index.groups:
-        return
-    if len(index.groups) != len(content.groups):
-        raise CheckpointError(
-            f"The optimizer in {path} has {len(index.groups)} parameter groups, this one has {len(content.groups)}."
-        )
-    for number, (saved, own) in enumerate(zip(index.groups, content.groups, strict=True)):
-        odd = sorted(set(saved["params"]) ^ set(own["params"]))
-        if odd:
-            where = "the checkpoint" if odd[0] in saved["params"] else "this optimizer"
-            raise CheckpointError(
-                f"Group {number} of the optimizer in {path} has other parameters: {odd[0]} is in it only in {where}. "
-                f"Make the optimizer's groups as they were."
-            )
 
 
 # -- before anything is changed ---------------------------------------------------------------------------
@@ -212,7 +197,9 @@ def _check_bytes(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | 
     for number, file in enumerate(reader.index.files):
         if number % world.size == world.rank:
             reader.check_file(file)
-    for _, reads in recipe.tensors:
+    for entry, reads in recipe.tensors:
+        if may_overlap(entry.tensor):
+            _check_overlap(reader, entry, reads)
         for read in reads:
             reader.check(read)
     for states in recipe.states:
@@ -228,19 +215,26 @@ def _check_bytes(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | 
             states.fresh[key] = reader.tensor(read)
 
 
+def _check_overlap(reader: Reader, entry: Entry, reads: list[Read]) -> None:
+    """Elements that are one number in the model have to be the same in the checkpoint."""
+    values = torch.empty(entry.span.numel, dtype=entry.tensor.dtype)
+    for read in reads:
+        reader.fill(read, values)
+    if not agrees(entry.tensor.detach(), values):
+        raise CheckpointError(
+            f"In the model elements of {entry.kind} {entry.name} share memory (it is expanded, or a window), and "
+            f"{reader.path} has different values for them. Register the buffer as a tensor of its own: x.clone()."
+        )
+
+
 def _recall(recipe: _Recipe, reader: Reader, world: World) -> None:
     """What this rank remembered: generators as far as there was such a rank; objects, in another world, as rank 0's."""
-    own = reader.whole("rank", str(world.rank))
+    own = read_document(reader, world.rank)
     if own is not None:
-        recipe.generators = _document(reader, own)["generators"]
-    chosen = own if reader.index.world_size == world.size else reader.whole("rank", "0")
+        recipe.generators = own.generators
+    chosen = own if reader.index.world_size == world.size else read_document(reader, 0)
     if chosen is not None:
-        recipe.memories = _document(reader, chosen)["objects"]
-
-
-def _document(reader: Reader, read: Read) -> dict[str, Any]:
-    document: dict[str, Any] = decode(json.loads(reader.tensor(read).numpy().tobytes()))
-    return document
+        recipe.memories = chosen.objects
 
 
 def _give_back(path: Path, objects: Mapping[str, Stateful], memories: Mapping[str, Any]) -> None:
@@ -268,7 +262,7 @@ def _fill(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -
         for read in reads:
             reader.fill(read, flat)
         if not out.is_contiguous():
-            out.copy_(flat.view(out.shape))
+            copy_into(out, flat)
     if optimizer is not None and reader.index.groups:
         _fill_states(recipe, reader, optimizer)
         _fill_groups(reader.index, optimizer)
@@ -320,12 +314,9 @@ def _state_dtype(reader: Reader, optimizer: AdoptedOptimizer, piece: Piece, key:
 
 def _fill_groups(index: Index, optimizer: AdoptedOptimizer) -> None:
     plain = optimizer.optimizer
-    own = plain.own_settings if isinstance(plain, Cooperative) else frozenset()
     for group, saved in zip(plain.param_groups, index.groups, strict=True):
-        for key, value in saved.items():
-            if key == "params" or key in own:
-                continue
+        for key, value in settings_of(saved, plain).items():
             if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(decode(value))
+                group[key].fill_(value)
             else:
-                group[key] = decode(value)
+                group[key] = value

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import psutil
 
+from shardwise.checkpoint.plain import read_text
 from shardwise.errors import CheckpointError
 
 LOCK = ".lock"
+MAX_LOCK_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,16 @@ class FolderLock:
         raise CheckpointError(f"{self._path} changes hands faster than it can be taken; how many jobs write there?")
 
     def check(self) -> None:
-        """Raise `CheckpointError` unless it is still ours."""
+        """Raise `CheckpointError` unless it is still ours. If nobody has it, because somebody removed the file or the
+        folder, it is taken again."""
         holder = self._holder()
+        if holder is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self.acquire()
+            return
         if not self._me.is_same(holder):
             raise CheckpointError(
-                f"{self._folder} has been taken over by {holder or 'another job'}, so nothing more is written to it "
+                f"{self._folder} has been taken over by {holder}, so nothing more is written to it "
                 f"from here. End one of the two jobs."
             )
 
@@ -102,11 +109,11 @@ class FolderLock:
     def _holder(self) -> Holder | None:
         """Whoever the file names; nobody if it is not there or was cut off by a crash."""
         try:
-            said = json.loads(self._path.read_text())
+            said = json.loads(read_text(self._path, MAX_LOCK_BYTES))
             return Holder(str(said["host"]), int(said["pid"]), float(said["began"]))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, CheckpointError):
             return Holder("an unknown host", 0, 0.0)
 
     def _make(self) -> bool:

@@ -19,10 +19,13 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.codec import dtype_of
-from shardwise.checkpoint.index import Chunk, File, Index
+from shardwise.checkpoint.image import SAFETENSORS_DTYPES
+from shardwise.checkpoint.index import INDEX, Chunk, File, Index
+from shardwise.checkpoint.plain import as_text, open_regular, parse_json
 from shardwise.errors import CheckpointError
 from shardwise.placement import Span
 
+WORDS = {**SAFETENSORS_DTYPES, torch.complex64: "C64"}
 SCRATCH_BYTES = 2**22
 """Read at once, or the largest block if that is more: the memory that reading takes besides what it fills."""
 
@@ -42,14 +45,15 @@ class Reader:
     def __init__(self, path: Path, index: Index) -> None:
         self.index = index
         self.num_bytes_read = 0
-        self._path = path
+        self.path = path
         self._files = {file.name: file for file in index.files}
         self._handles: dict[str, int] = {}
-        largest = max((chunk.block_bytes for chunk in index.chunks), default=0)
-        self._scratch = torch.empty(max(SCRATCH_BYTES, largest), dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._chunks: dict[tuple[str, str], list[Chunk]] = defaultdict(list)
         self._kinds: dict[str, list[str]] = defaultdict(list)
+        self._chunks_in: dict[str, list[Chunk]] = defaultdict(list)
         for chunk in index.chunks:
+            self._chunks_in[chunk.file].append(chunk)
             if (chunk.kind, chunk.name) not in self._chunks:
                 self._kinds[chunk.name].append(chunk.kind)
             self._chunks[chunk.kind, chunk.name].append(chunk)
@@ -83,7 +87,7 @@ class Reader:
                 missing -= common.numel
         if missing:
             raise CheckpointError(
-                f"{self._path} has {span.numel - missing} of {span.numel} elements of {kind} {name} that this rank "
+                f"{self.path} has {span.numel - missing} of {span.numel} elements of {kind} {name} that this rank "
                 f"needs; it is incomplete."
             )
         return found
@@ -101,10 +105,13 @@ class Reader:
         """The file is there, has the size it was written with, and so has its head its sum."""
         self._handle(file.name, "its head")
 
+    def file_of(self, read: Read) -> File:
+        return self._files[read.chunk.file]
+
     def check(self, read: Read) -> None:
         """Read what `read` needs and compare its sums; keep nothing."""
         for blocks in self._steps(read):
-            self._read(read.chunk, blocks.start, self._scratch[: blocks.numel])
+            self._read(read.chunk, blocks.start, self._scratch(blocks.numel))
 
     def fill(self, read: Read, out: torch.Tensor) -> None:
         """Put what `read` names into `out`, flat, which may be of another dtype and on another device."""
@@ -118,13 +125,15 @@ class Reader:
             if raw is not None and common == blocks:
                 self._read(read.chunk, blocks.start, raw[here.start : here.stop])
                 continue
-            self._read(read.chunk, blocks.start, self._scratch[: blocks.numel])
+            scratch = self._scratch(blocks.numel)
+            self._read(read.chunk, blocks.start, scratch)
             there = common.within(blocks)
             elements = Span(here.start // dtype.itemsize, here.stop // dtype.itemsize)
-            into[elements.start : elements.stop].copy_(self._scratch[there.start : there.stop].view(dtype))
+            into[elements.start : elements.stop].copy_(scratch[there.start : there.stop].view(dtype))
 
     def tensor(self, read: Read) -> torch.Tensor:
         """A whole tensor, in its own shape."""
+        self._handle(read.chunk.file, f"{read.chunk.kind} {read.chunk.name}")  # before memory is asked for
         out = torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype))
         self.fill(read, out)
         return out.reshape(read.chunk.shape or ())
@@ -132,13 +141,18 @@ class Reader:
     def _steps(self, read: Read) -> Iterator[Span]:
         """The bytes of the chunk that are read at once, in order: whole blocks, which cover what is wanted."""
         size, wanted = read.chunk.block_bytes, _in_bytes(read)
-        at_once = len(self._scratch) // size * size
+        at_once = max(SCRATCH_BYTES // size, 1) * size
         for start in range(wanted.start // size * size, wanted.stop, at_once):
             yield Span(start, min(start + at_once, -(-wanted.stop // size) * size, read.chunk.num_bytes))
 
+    def _scratch(self, num_bytes: int) -> torch.Tensor:
+        if len(self._memory) < num_bytes:
+            self._memory = torch.empty(max(SCRATCH_BYTES, num_bytes), dtype=torch.uint8)
+        return self._memory[:num_bytes]
+
     def _read(self, chunk: Chunk, start: int, out: torch.Tensor) -> None:
         """Bytes `start` and on of a chunk into `out`, which begins a block and ends one."""
-        path = self._path / chunk.file
+        path = self.path / chunk.file
         handle = self._handle(chunk.file, f"{chunk.kind} {chunk.name}")
         view = memoryview(out.numpy().data)
         done = 0
@@ -164,11 +178,11 @@ class Reader:
     def _handle(self, name: str, needed_for: str) -> int:
         if name in self._handles:
             return self._handles[name]
-        path = self._path / name
+        path = self.path / name
         if name not in self._files:
-            raise CheckpointError(f"{self._path} needs {name} for {needed_for}, but its index does not list that file.")
+            raise CheckpointError(f"{self.path} needs {name} for {needed_for}, but its index does not list that file.")
         try:
-            handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            handle = open_regular(path)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{path} is missing, which has {needed_for}; the checkpoint is incomplete."
@@ -176,7 +190,13 @@ class Reader:
         except OSError as error:
             raise CheckpointError(f"{path}, which has {needed_for}, cannot be opened: {error}") from error
         self._handles[name] = handle
-        self._check_head(path, handle, self._files[name])
+        try:
+            self._check_head(path, handle, self._files[name])
+        except BaseException as error:
+            os.close(self._handles.pop(name))
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{path}, which has {needed_for}, cannot be read: {error}") from error
+            raise
         return handle
 
     def _check_head(self, path: Path, handle: int, file: File) -> None:
@@ -190,14 +210,32 @@ class Reader:
         self.num_bytes_read += len(head)
         if zlib.crc32(head) != file.head_crc32:
             raise CheckpointError(f"{path} is damaged: its head does not have the checksum that it was written with.")
+        self._compare(path, head, file)
+
+    def _compare(self, path: Path, head: bytes, file: File) -> None:
+        """What the file says of its tensors is what the index says."""
+        if int.from_bytes(head[:8], "little") != len(head) - 8:
+            raise CheckpointError(f"{path} has a head of another length than its index says.")
+        said = parse_json(as_text(head[8:], str(path)), f"the head of {path}")
+        there = {key: value for key, value in said.items() if key != "__metadata__"} if isinstance(said, dict) else {}
+        for chunk in self._chunks_in[file.name]:
+            start, dtype = chunk.offset - file.head_bytes, dtype_of(chunk.dtype)
+            expected = {
+                "dtype": WORDS.get(dtype),
+                "shape": [chunk.num_bytes // dtype.itemsize],
+                "data_offsets": [start, start + chunk.num_bytes],
+            }
+            if there.pop(chunk.key, None) != expected:
+                raise CheckpointError(
+                    f"{path} does not have {chunk.kind} {chunk.name} as {self.path / INDEX} says: "
+                    f"{chunk.num_bytes} bytes of {chunk.dtype} from byte {chunk.offset} on."
+                )
+        if there:
+            raise CheckpointError(f"{path} has {next(iter(there))}, which {self.path / INDEX} does not know.")
 
     def _held(self, file: File, num_bytes: int) -> str:
         """What of the file is lost if only `num_bytes` of it are left."""
-        lost = [
-            chunk
-            for chunk in self.index.chunks
-            if chunk.file == file.name and chunk.offset + chunk.num_bytes > num_bytes
-        ]
+        lost = [chunk for chunk in self._chunks_in[file.name] if chunk.offset + chunk.num_bytes > num_bytes]
         lost = [chunk for chunk in lost if chunk.kind != "rank"] or lost
         return f"Lost with it: {lost[0].kind} {lost[0].name} and {len(lost) - 1} more." if lost else ""
 

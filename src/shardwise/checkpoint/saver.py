@@ -4,7 +4,9 @@
 for it: the background thread's would mix with the training's. So ranks agree through the draft itself. Each leaves a
 note beside its file once that is on the disk, or a note that says why it never will be; rank 0's thread looks for the
 notes, and publishes when all are good. Everything that needs everybody's word (whose folder it is, whether there is
-room, what went wrong last time) is asked in the call itself, before the thread starts, with messages.
+room, whether all can be written, what went wrong last time) is asked in the call itself, before the thread starts,
+with messages. Whatever a rank does by itself there, it does inside of an agreement: one that fails alone would leave
+the others waiting.
 """
 
 from __future__ import annotations
@@ -17,9 +19,8 @@ import platform
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,18 +29,18 @@ import torch
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.codec import encode
 from shardwise.checkpoint.content import Content
+from shardwise.checkpoint.document import as_bytes
+from shardwise.checkpoint.folder import AfterwardsError
 from shardwise.checkpoint.image import WINDOW, Image, image_of
 from shardwise.checkpoint.index import Chunk, File, Index
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
-from shardwise.checkpoint.write import Feed, Snapshot, Stage, live, staged, write_rank
+from shardwise.checkpoint.notes import Notes, Writer, file_name
+from shardwise.checkpoint.plain import check_depth
+from shardwise.checkpoint.write import Feed, Snapshot, Stage, leave_refusal, live, staged, write_rank
 from shardwise.comm import World
-from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
-from shardwise.units import format_seconds
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.version import __version__
-
-LOOK_SECONDS = 0.005, 0.1
-"""Rank 0 looks for the others' notes this often at first, and this often after a while."""
 
 Result = TypeVar("Result")
 
@@ -62,6 +63,23 @@ class Request:
         return self.folder / folders.step_name(self.step)
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """What this rank is to write, and where."""
+
+    request: Request
+    content: Content
+    image: Image
+    stage: torch.Tensor
+    draft: Path
+    writers: list[Writer]
+
+    @property
+    def shell(self) -> Content:
+        """The content without the model's memory."""
+        return replace(self.content, entries=[])
+
+
 class Saver:
     """Writes the checkpoints of one engine, one at a time. `close()` it."""
 
@@ -74,32 +92,23 @@ class Saver:
         self._locks: dict[Path, FolderLock] = {}
         self._metrics: dict[Path, dict[str, float]] = {}
 
-    def save(self, request: Request, content: Content, *, wait: bool = True) -> Path:
-        """Write `request.target`, then point `latest` at it. All ranks call.
+    def save(self, target: Path, make: Callable[[], tuple[Request, Content]], *, wait: bool = True) -> Path:
+        """Write the checkpoint `target`, then point `latest` at it. All ranks call.
 
-        A reader, or a `kill -9`, never sees half a checkpoint. If one rank fails, all raise `CheckpointError`, and
-        what was there before is still there. Without `wait` it returns once what the model shows is copied to host
-        memory ([Note: late copies]), and what goes wrong after that is raised by the next call of `save` or
-        `settle`, or by `close`.
+        `make` says what it is to hold; it is called once what was written before is settled, and what it raises on one
+        rank all raise. A reader, or a `kill -9`, never sees half a checkpoint. If one rank fails, all raise
+        `CheckpointError`, and what was there before is still there. Without `wait` it returns once what the model shows
+        is copied to host memory ([Note: late copies]), and what goes wrong after that is raised by the next call of
+        `save` or `settle`, or by `close`.
         """
         self.settle()
-        request, image, draft = self._prepare(request, content)
-        what = f"The checkpoint {request.target} could not be written"
+        prepared = self._prepare(target, make, wait=wait)
+        what = f"The checkpoint {target} could not be written"
         if wait:
-            stage = self._stage.sized(min(image.padded_bytes, 2 * WINDOW))
-            self._write_now(request, content, draft, Feed(image, live(image, stage)), what)
-            return request.target
-        stage = self._stage.sized(image.padded_bytes)
-        snapshot = Snapshot(image, stage)
-        snapshot.take()
-        feed = Feed(image.without_sources, staged(stage), first=snapshot.copy_rest)
-        shell = Content(shapes=content.shapes, groups=content.groups, numbers=content.numbers)
-        self._under_way = _UnderWay(what, lambda: self._write_behind(request, shell, draft, feed))
-        feed.start()
-        self._under_way.start()
-        self._snapshot = snapshot
-        snapshot.go_on()
-        return request.target
+            self._write_now(prepared, what)
+        else:
+            self._under_way = self._begin_behind(prepared, what)
+        return target
 
     def wait_for_copy(self) -> None:
         """Return once all of this rank's memory may change; see [Note: late copies]. For one rank alone."""
@@ -108,20 +117,31 @@ class Saver:
             snapshot.wait()
 
     def settle(self) -> None:
-        """Wait for what is written in the background; raise on all ranks what went wrong with it. All ranks call."""
+        """Wait for what is written in the background; raise on all ranks what went wrong with it. All ranks call.
+
+        A rank that died is noticed here, as anywhere where ranks wait for each other: nobody waits for rank 0, which
+        waits for the notes of all, before all have said that theirs is there.
+        """
         under_way, self._under_way, self._snapshot = self._under_way, None, None
-        if under_way is not None:
-            under_way.join()
-            self._agree(under_way.result, under_way.what, None)
+        if under_way is None:
+            return
+        under_way.written.wait()
+        try:
+            self._world.barrier()
+        finally:
+            under_way.wait()
+        self._agree(under_way.result, under_way.what, None)
 
     def close(self) -> None:
         """Wait for what is written in the background, and give the folders free. Raises what this rank knows of."""
         under_way, self._under_way = self._under_way, None
         try:
             if under_way is not None:
-                under_way.join()
+                under_way.wait()
                 try:
                     under_way.result()
+                except AfterwardsError:
+                    raise
                 except (CheckpointError, OSError) as error:
                     raise CheckpointError(f"{under_way.what}: {_said(error)}") from error
         finally:
@@ -131,32 +151,40 @@ class Saver:
 
     # -- before anything is written ---------------------------------------------------------------------
 
-    def _prepare(self, request: Request, content: Content) -> tuple[Request, Image, Path]:
-        """What this rank will write, and an empty draft with room for what all of them will.
+    def _prepare(self, target: Path, make: Callable[[], tuple[Request, Content]], *, wait: bool) -> _Prepared:
+        """What this rank will write, with memory for it, and an empty draft with room for what all of them will.
 
-        The request comes back with its state as it is now: the caller may change it while it is being written.
+        Its state is encoded as it is now: the caller may change it while it is being written.
         """
-        what = f"The checkpoint {request.target} could not be begun"
-        images: list[Image] = []
-        states: list[dict[str, Any]] = []
+        what = f"The checkpoint {target} could not be begun"
+        mine: list[tuple[Request, Content, Image, torch.Tensor]] = []
+        folder = target.parent
 
         def begin(draft: Path) -> dict[str, Any]:
-            memories = {f"rank/{self._world.rank}": json.dumps(encode(dict(request.memories), "memories")).encode()}
-            images.append(image_of(_file_name(self._world.rank), content, memories))
-            states.append(encode(dict(request.state)))
-            free = self._open(request.folder, draft) if self._world.rank == 0 else 0
-            return {"bytes": images[0].num_bytes, "free": free, "draft": draft.name}
+            request, content = make()
+            rank = self._world.rank
+            document = as_bytes(request.memories)
+            check_depth(document, "what engine.remember() was given")
+            state = encode(dict(request.state))
+            check_depth(json.dumps(state).encode(), "state")
+            image = image_of(file_name(rank), content, {f"rank/{rank}": document})
+            stage = self._stage.sized(min(image.padded_bytes, 2 * WINDOW) if wait else image.padded_bytes)
+            mine.append((replace(request, state=state), content, image, stage))
+            free = self._open(folder, draft) if rank == 0 else 0
+            said = {"bytes": image.num_bytes, "free": free, "draft": draft.name, "step": request.step}
+            return {**said, "writer": asdict(Writer.me())}
 
-        name = f"{folders.WRITING}{request.target.name}-{os.getpid()}-{secrets.token_hex(4)}"
-        told = self._agree(lambda: begin(request.folder / name), what, request.folder / name)
-        draft = request.folder / told[0]["draft"]
-        try:
-            folders.check_room(request.folder, sum(said["bytes"] for said in told), told[0]["free"])
-        except CheckpointError as error:  # on every rank: all were told the same
+        name = f"{folders.WRITING}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+        told = self._agree(lambda: begin(folder / name), what, folder / name)
+        draft = folder / told[0]["draft"]
+        try:  # on every rank: all were told the same
+            _check_steps([said["step"] for said in told])
+            folders.check_room(folder, sum(said["bytes"] for said in told), told[0]["free"])
+        except CheckpointError as error:
             if self._world.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
             raise CheckpointError(f"{what}: {error}") from error
-        return replace(request, state=states[0]), images[0], draft
+        return _Prepared(*mine[0], draft, [Writer(**said["writer"]) for said in told])
 
     def _open(self, folder: Path, draft: Path) -> int:
         """Make the draft, in a folder that is ours; returns how many bytes are free there."""
@@ -177,89 +205,155 @@ class Saver:
         try:
             outcome: dict[str, Any] = {"result": work()}
         except Exception as error:  # whatever it is, the others must hear of it
-            outcome = {"error": _said(error), "is_config": isinstance(error, ConfigError)}
+            outcome = {"error": _said(error), "kind": _kind_of(error).__name__}
         outcomes = [json.loads(message) for message in self._world.exchange(json.dumps(outcome).encode())]
         failed = [(rank, said) for rank, said in enumerate(outcomes) if "error" in said]
         if failed:
             if draft is not None and self._world.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
             rank, said = failed[0]
-            kind = ConfigError if said["is_config"] else CheckpointError
+            kind = _KINDS[said["kind"]]
+            if kind in _WHOLE:
+                raise kind(said["error"])
             raise kind(f"{what}: rank {rank} met {said['error']} What was there before is untouched.")
         return [said["result"] for said in outcomes]
 
     # -- writing ----------------------------------------------------------------------------------------
 
-    def _write_now(self, request: Request, content: Content, draft: Path, feed: Feed, what: str) -> None:
+    def _write_now(self, prepared: _Prepared, what: str) -> None:
         """All ranks write, and agree that they have; then rank 0 makes the checkpoint appear."""
-        feed.start()
-        self._agree(lambda: write_rank(draft, feed, content.numbers), what, draft)
-        self._agree(lambda: self._publish(request, content, draft) if self._world.rank == 0 else None, what, draft)
 
-    def _write_behind(self, request: Request, shell: Content, draft: Path, feed: Feed) -> None:
+        def write() -> None:
+            feed = Feed(prepared.image, live(prepared.image, prepared.stage))
+            feed.start()
+            write_rank(prepared.draft, feed, prepared.content.numbers)
+
+        def publish() -> None:
+            if self._world.rank == 0:
+                self._publish(prepared)
+
+        self._agree(write, what, prepared.draft)
+        self._agree(publish, what, prepared.draft)
+
+    def _begin_behind(self, prepared: _Prepared, what: str) -> _UnderWay:
+        """Copy what may change at any time, and leave the rest to threads.
+
+        From here on no rank hears of another before the next call, so what fails here is told there as well.
+        """
+        snapshot: Snapshot | None = None
+        feed: Feed | None = None
+        try:
+            snapshot = Snapshot(prepared.image, prepared.stage)
+            snapshot.take()
+            image = prepared.image.without_sources
+            feed = Feed(image, staged(prepared.stage), first=snapshot.copy_rest)
+            kept = replace(prepared, content=prepared.shell, image=image)
+            under_way = _UnderWay(what, lambda written: self._write_behind(kept, feed, written))
+            feed.start()
+            under_way.start()
+        except Exception as error:  # of the device, or no thread to be had
+            if snapshot is not None:
+                snapshot.go_on()
+            if feed is not None and feed.is_alive():
+                feed.stop()
+            return self._failed(prepared, what, error)
+        self._snapshot = snapshot
+        snapshot.go_on()
+        return under_way
+
+    def _failed(self, prepared: _Prepared, what: str, error: Exception) -> _UnderWay:
+        leave_refusal(prepared.draft / prepared.image.name, error)
+        if self._world.rank == 0:
+            shutil.rmtree(prepared.draft, ignore_errors=True)  # the others, who still write there, then fail too
+        return _UnderWay.failed(what, error)
+
+    def _write_behind(self, prepared: _Prepared, feed: Feed, written: Callable[[], None]) -> None:
         """This rank's file; on rank 0 then the others' notes, and the checkpoint appears. In the background."""
+        draft = prepared.draft
         if self._world.rank:
-            write_rank(draft, feed, shell.numbers)
+            write_rank(draft, feed, prepared.content.numbers)
             return
         try:
             try:
-                write_rank(draft, feed, shell.numbers)
+                write_rank(draft, feed, prepared.content.numbers)
             except Exception:
+                written()
                 with contextlib.suppress(CheckpointError):
-                    self._await_notes(draft)  # a folder in which others still write cannot be removed
+                    self._notes(prepared).wait()  # a folder in which others still write cannot be removed
                 raise
-            self._await_notes(draft)
-            self._publish(request, shell, draft)
+            written()
+            self._notes(prepared).wait()
+            self._publish(prepared)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
 
-    def _await_notes(self, draft: Path) -> None:
-        """Look until every other rank has left its note. Waits as long as files grow; then for `timeout_seconds`."""
-        started, seen, pause = time.monotonic(), -1, LOOK_SECONDS[0]
-        missing = set(range(1, self._world.size))
-        while missing:
-            missing -= {rank for rank in missing if folders.read_note(draft, _file_name(rank)) is not None}
-            size = _bytes_in(draft)
-            if size != seen:
-                started, seen = time.monotonic(), size
-            if missing and time.monotonic() - started > self._timeout_seconds:
-                raise CheckpointError(
-                    f"rank {min(missing)} has not finished its file, which has not grown for "
-                    f"{format_seconds(self._timeout_seconds)}; has the rank ended?"
-                )
-            time.sleep(pause)
-            pause = min(1.5 * pause, LOOK_SECONDS[1])
+    def _notes(self, prepared: _Prepared) -> Notes:
+        return Notes(prepared.draft, prepared.writers, self._world.journal, self._timeout_seconds)
 
     # -- rank 0 -----------------------------------------------------------------------------------------
 
-    def _publish(self, request: Request, content: Content, draft: Path) -> None:
+    def _publish(self, prepared: _Prepared) -> None:
         """All files are there: make the index, make the checkpoint appear, and let go of older ones."""
-        notes = [folders.read_note(draft, _file_name(rank)) or {} for rank in range(self._world.size)]
+        request = prepared.request
+        notes = self._notes(prepared).wait()
         for rank, note in enumerate(notes):
             if "file" not in note:
                 raise CheckpointError(f"rank {rank} says: {note.get('error', 'nothing')}")
         self._locks[request.folder].check()
-        folders.publish(draft, request.target, _index(request, content, notes).to_json())
+        folders.publish(prepared.draft, request.target, _index(request, prepared.content, notes).to_json())
         self._metrics[request.target] = dict(request.metrics)
-        folders.thin_out(request.folder, request.keep, request.step, self._metrics)
+        try:
+            folders.thin_out(request.folder, request.keep, request.step, self._metrics)
+        except OSError as error:
+            raise AfterwardsError(
+                f"The checkpoint {request.target} is written, but older ones, which keep= does not ask for, could not "
+                f"be removed: {error}."
+            ) from error
+
+
+def _check_steps(steps: list[int]) -> None:
+    for rank, step in enumerate(steps):
+        if step != steps[0]:
+            raise CheckpointError(
+                f"rank 0 saves step {steps[0]}, rank {rank} step {step}. Give all ranks the same step, or none."
+            )
 
 
 class _UnderWay(threading.Thread):
     """A checkpoint that is being written. The interpreter does not end before it is done."""
 
-    def __init__(self, what: str, work: Callable[[], None]) -> None:
+    def __init__(self, what: str, work: Callable[[Callable[[], None]], None]) -> None:
+        """`work` is given what it is to call when this rank's own file is done with, or has failed."""
         super().__init__(name="shardwise checkpoint")
         self.what = what
+        self.written = threading.Event()
         self._work = work
         self._error: Exception | None = None
 
+    @classmethod
+    def failed(cls, what: str, error: Exception) -> _UnderWay:
+        """One that came to its end before it began."""
+
+        def fail(_: Callable[[], None]) -> None:
+            raise error
+
+        under_way = cls(what, fail)
+        under_way.run()
+        return under_way
+
     def run(self) -> None:
         try:
-            self._work()
+            self._work(self.written.set)
         except Exception as error:  # raised by `result`, in the thread that asks
             self._error = error
             logging.getLogger("shardwise").error("%s: %s", self.what, _said(error))
+        finally:
+            self.written.set()
+
+    def wait(self) -> None:
+        if self.ident is not None:
+            self.join()
 
     def result(self) -> None:
         if self._error is not None:
@@ -284,17 +378,19 @@ def _index(request: Request, content: Content, notes: list[dict[str, Any]]) -> I
         metrics=dict(request.metrics),
         files=[File(**note["file"]) for note in notes],
         chunks=[Chunk(**chunk) for note in notes for chunk in note["chunks"]],
+        optimizer=content.optimizer,
     )
 
 
-def _file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
+_KINDS: dict[str, type[ShardwiseError]] = {
+    kind.__name__: kind for kind in (AfterwardsError, CheckpointError, ConfigError, StateError)
+}
+_WHOLE = (AfterwardsError, StateError)
+"""Errors that say all by themselves."""
 
 
-def _bytes_in(draft: Path) -> int:
-    with contextlib.suppress(OSError):
-        return sum(path.stat().st_size for path in draft.iterdir())
-    return 0
+def _kind_of(error: Exception) -> type[ShardwiseError]:
+    return next((kind for kind in _KINDS.values() if isinstance(error, kind)), CheckpointError)
 
 
 def _said(error: Exception) -> str:

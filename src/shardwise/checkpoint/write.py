@@ -203,10 +203,15 @@ def write_rank(draft: Path, feed: Feed, numbers: dict[str, Any]) -> None:
         }
         write_text(note_path(path), json.dumps(note))
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the failure that counts is the first one
-            path.unlink(missing_ok=True)
-            write_text(note_path(path), json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        leave_refusal(path, error)
         raise
+
+
+def leave_refusal(path: Path, error: BaseException) -> None:
+    """A note that the file at `path` will never be, and why; without it, to make room."""
+    with contextlib.suppress(OSError):  # the failure that counts is the first one
+        path.unlink(missing_ok=True)
+        write_text(note_path(path), json.dumps({"error": f"{type(error).__name__}: {error}"}))
 
 
 def note_path(path: Path) -> Path:

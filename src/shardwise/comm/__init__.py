@@ -5,6 +5,7 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.commons import Common, Commons, Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
+from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import Pairwise, Transport
 from shardwise.comm.small import sum_small
 from shardwise.comm.threads import PostOffice, ThreadTransport
@@ -19,6 +20,7 @@ __all__ = [
     "Done",
     "Group",
     "Journal",
+    "Meeting",
     "Pairwise",
     "Part",
     "Pending",

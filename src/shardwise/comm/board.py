@@ -97,4 +97,5 @@ def last_words(store: Store, rank: int, prefix: str) -> str:
     """What a rank that is gone was doing when it was last heard of; `""` if it never said."""
     ending = f"/{_STATUS}/{rank}"
     keys = [key for key in store.list_keys() if f"{prefix}/{KEY}/" in key and key.endswith(ending)]
-    return str(Status.from_json(store.get(max(keys)))) if keys else ""
+    last = max(keys, key=lambda key: int(key.removesuffix(ending).rpartition("/")[2]), default="")
+    return str(Status.from_json(store.get(last))) if last else ""

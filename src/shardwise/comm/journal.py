@@ -8,6 +8,10 @@ contradicts the others from one that is merely late.
 
 What a collective is called in the text of errors (moment and action) is not part of the tag: a rank that left the
 recorded order, and gathers just in time what others gather ahead, still sends the same messages.
+
+What sends nothing by itself, but has to be the same on all ranks, can be marked (`Journal.mark`). A mark goes into the
+tags of all that this rank enters afterwards, along any line, so that the next collective tells a rank that has not
+done the same.
 """
 
 from __future__ import annotations
@@ -28,33 +32,37 @@ import torch
 
 from shardwise.comm.group import Group
 from shardwise.comm.letter import Letter
-from shardwise.comm.status import Entered, Status, Track
+from shardwise.comm.status import Entered, PassPath, Status, Track
 from shardwise.comm.work import LinkError, Work
-from shardwise.errors import CommError
+from shardwise.errors import CommError, FaultError, StateError
 from shardwise.program import Action, Moment
 
 NUM_REMEMBERED = 32
+_NUM_MOMENTS = 64
+_NUM_MARKS = 4
+"""So many of the marks between two collectives are told."""
 _TAGS = 2**31 - 1  # gloo's are not negative, and have 32 bits
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
 _COLLECTIVES = tuple(f"comm/{name}.py" for name in ("pairwise", "nccl", "small", "shm/collectives", "shm/commons"))
+_CLOSED = "closed"
 _EXCHANGE = "World.exchange"  # which many call, for different ends
 _LOOKING = threading.Lock()
 _LineKey = tuple[str, int, int, int]
-# One is made for every collective: number, tag, action, what it is called without one, length, backwards.
-_Record = tuple[int, int, Action | None, str, int, int]
+# One is made for every collective: number, tag, action, what it is called without one, length, backwards, marks.
+_Record = tuple[int, int, Action | None, str, int, int, tuple[str, ...]]
 
 
 class Line:
     """What this rank has entered along one line of ranks."""
 
-    __slots__ = ("axis", "count", "ranks", "recent", "tag")
+    __slots__ = ("axis", "count", "num_marks", "ranks", "recent", "tag")
 
     def __init__(self, axis: str, ranks: tuple[int, ...]) -> None:
         self.axis = axis
         self.ranks = ranks
-        self.count = 0
+        self.count = self.num_marks = 0
         self.tag = zlib.crc32(f"{axis} {ranks}".encode()) & _TAGS
         self.recent: deque[_Record] = deque(maxlen=NUM_REMEMBERED)
 
@@ -97,13 +105,20 @@ class Journal:
         self._thread_id = threading.get_ident()
         self._lines: dict[_LineKey, Line] = {}
         self._codes: dict[tuple[str, str, torch.dtype], int] = {}
+        self._trace: list[Moment] = []
+        self._num_passes = 0
+        self._marks: deque[str] = deque(maxlen=_NUM_MARKS)
+        self._num_marks = self._marked = 0
 
     # -- what the computing thread calls ----------------------------------------------------------------
 
     def enter(self, verb: str, group: Group, numel: int, dtype: torch.dtype) -> Entry:
-        """Note that this rank starts a collective, and give it its tag. Raises `FaultError` after a fault."""
+        """Note that this rank starts a collective, and give it its tag.
+
+        Raises `FaultError` after a fault, and `StateError` once this rank's world is closed.
+        """
         if self.letter is not None:
-            raise self.letter.error()
+            raise self._refusal(self.letter)
         ranks = group.ranks
         key = (group.axis, ranks[0], ranks[-1], len(ranks))
         line = self._lines.get(key)
@@ -118,18 +133,51 @@ class Journal:
         if code is None:
             code = self._codes[verb, subject, dtype] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
         number = line.count + 1
-        tag = (line.tag * 1_000_003 + code + numel + self.num_backwards * 7_919) & _TAGS
-        line.recent.append((number, tag, action, call, numel, self.num_backwards))
+        tag = (line.tag * 1_000_003 + code + numel + self.num_backwards * 7_919 + self._marked) & _TAGS
+        marks = self._marks_since(line) if line.num_marks != self._num_marks else ()
+        line.recent.append((number, tag, action, call, numel, self.num_backwards, marks))
         line.tag, line.count = tag, number
         return Entry(line, number, tag)
+
+    def mark(self, what: str) -> None:
+        """Put `what` (a few words, as they stand in errors) into this rank's history. Nothing is sent.
+
+        From now on collectives of ranks that have marked different things, or in another order, contradict each other.
+        """
+        self._marked = zlib.crc32(what.encode(), self._marked)
+        self._marks.append(what)
+        self._num_marks += 1
+
+    def _marks_since(self, line: Line) -> tuple[str, ...]:
+        """What was marked since the last collective of `line`, as far as it is remembered."""
+        num_new, line.num_marks = self._num_marks - line.num_marks, self._num_marks
+        return tuple(self._marks)[-num_new:]
 
     def note(self, error: BaseException | None) -> None:
         """A forward raised. Whoever catches that goes on; if the other ranks did not, this is what they must know."""
         self.error = in_words(error) if error is not None else ""
 
+    def close(self) -> None:
+        """Nothing more may be sent: whoever tries is refused. After a fault it stays the reason."""
+        if self.letter is None:
+            self.letter = Letter(_CLOSED, (self.rank,), "")
+
+    def _refusal(self, letter: Letter) -> FaultError | StateError:
+        if letter.kind != _CLOSED:
+            return letter.error()
+        return StateError(
+            f"The world of rank {self.rank} was closed, so nothing more can be sent to the other ranks. Call "
+            f"world.close() after the last step, or leave its `with` then."
+        )
+
+    def begin_pass(self, trace: list[Moment]) -> None:
+        """A pass over the model begins; its moments will be appended to `trace`."""
+        self._trace = trace
+        self._num_passes += 1
+
     def failure(self, error: LinkError) -> CommError:
         """The error to raise for a link that broke: the letter, if there is or soon will be one."""
-        if self.letter is not None:
+        if self.letter is not None and self.letter.kind != _CLOSED:
             return self.letter.error()
         return self.explain(error) if self.explain is not None else CommError(str(error))
 
@@ -169,7 +217,14 @@ class Journal:
             error=self.error,
             awaited=(entry.line.name, entry.number, entry.line.ranks) if entry is not None else None,
             tracks={line.name: _track(line) for line in tuple(self._lines.values())},
+            path=self._path(),
         )
+
+    def _path(self) -> PassPath:
+        trace = self._trace
+        start = max(0, len(trace) - _NUM_MOMENTS)
+        moments = tuple((str(moment), moment.unit) for moment in trace[start : start + _NUM_MOMENTS])
+        return PassPath(self._num_passes, start, moments)
 
 
 def in_words(error: BaseException) -> str:
@@ -204,8 +259,8 @@ def _track(line: Line) -> Track:
     return Track(
         line.count,
         tuple(
-            Entered(number, tag, f"'{action}'" if action is not None else call, numel, num_backwards)
-            for number, tag, action, call, numel, num_backwards in records
+            Entered(number, tag, f"'{action}'" if action is not None else call, numel, num_backwards, ", ".join(marks))
+            for number, tag, action, call, numel, num_backwards, marks in records
         ),
     )
 

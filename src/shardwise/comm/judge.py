@@ -7,18 +7,28 @@ debugger): others wait for it, and after a while somebody says so. It is a fault
 - ranks wait for each other in a circle, each for what another has not entered (a deadlock: nor does that);
 - a rank that others wait for has raised or ended, or its connection broke and it is heard of no more;
 - a rank has kept others waiting for longer than the world's timeout.
+
+[Note: silence] What a rank said last may be long over: it is stopped, or cut off from the board. A rank whose reports
+have not come for `SILENT_SECONDS` is late, whatever they say: even one that has begun what others wait for may not
+have sent its part. That alone ends nothing, for it may be woken up.
+
+[Note: where ways part] Two ranks that have come through the model in different ways wait along different lines as a
+rule, in a circle, and which ranks are in it is chance. So every report has the last moments of its rank's pass, and
+where those differ, the first difference is what is told.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardwise.comm.letter import Letter
 from shardwise.comm.status import Entered, Status
 
 Read = Callable[[int], Status | None]
+SILENT_SECONDS = 2.0
+"""Four times as long as the longest time between two reports."""
 _MOST_TOLD = 8
 _SAME = "All ranks must call the same modules, backwards, steps and engine methods, in one order, with the same shapes."
 
@@ -36,7 +46,7 @@ class Lateness:
         waiting = "; ".join(str(status) for status in self.waiting[:_MOST_TOLD])
         if self.status is None:
             what = f"rank {self.rank} has not been heard of yet"
-        elif silent_seconds > self.status.seconds and silent_seconds > 1:
+        elif silent_seconds > SILENT_SECONDS:
             what = f"rank {self.rank} has not been heard of for {silent_seconds:.0f} s (stopped, or cut off): "
             what += str(self.status)
         else:
@@ -58,14 +68,56 @@ class Circle:
     def beats(self) -> dict[int, int]:
         return {status.rank: status.beat for status in self.statuses}
 
-    def letter(self) -> Letter:
-        told = _told(self.statuses)
+    @property
+    def concerned(self) -> tuple[int, ...]:
+        """The ranks of the circle, and all that any of them waits for."""
+        ranks = {rank for status in self.statuses if status.awaited is not None for rank in status.awaited[2]}
+        return tuple(sorted(ranks.union(status.rank for status in self.statuses)))
+
+    def letter(self, reports: Sequence[Status] = ()) -> Letter:
+        """`reports` are those of the ranks concerned, as far as there are any."""
+        parting = _parting([*self.statuses, *reports])
+        if parting is not None:
+            return parting.letter()
         return _letter(
             "deadlock",
             tuple(status.rank for status in self.statuses),
-            f"Ranks wait for each other, each for what another one has not begun:{told}.\n{_SAME}",
+            f"{_capital(_ranks(tuple(status.rank for status in self.statuses)))} wait for each other, each for what "
+            f"another one has not begun.{_told(self.statuses)}\n{_SAME}",
             self.statuses[0],
         )
+
+
+@dataclass(frozen=True)
+class _Parting:
+    """The first moment of one pass at which ranks have come to different ones; see [Note: where ways part]."""
+
+    statuses: tuple[Status, ...]
+    there: dict[int, tuple[str, str]]
+    """By rank, the moment to which it has come and its unit."""
+
+    def text(self) -> str:
+        """A sentence."""
+        ranks: dict[str, list[int]] = {}
+        for rank, (moment, _) in sorted(self.there.items()):
+            ranks.setdefault(moment, []).append(rank)
+        ways = [f"{_ranks(tuple(of_them))} came to '{moment}'" for moment, of_them in ranks.items()]
+        return f"Their ways through the model part where {', '.join(ways[:-1])} and {ways[-1]}."
+
+    def letter(self) -> Letter:
+        moments = {rank: moment for rank, (moment, _) in self.there.items()}
+        blamed = _minority(moments)
+        first = next(status for status in self.statuses if status.rank in blamed)
+        right = next((unit for rank, (_, unit) in sorted(self.there.items()) if rank not in blamed), "")
+        doing = next((status.doing for status in self.statuses if status.rank not in blamed and status.doing), "")
+        letter = _letter(
+            "contradiction",
+            blamed,
+            f"{_who_contradicts(blamed, len(moments))}. {self.text()}{_told(self.statuses)}\n"
+            f"{_SAME} Look for what is different on {_ranks(blamed)}.",
+            first,
+        )
+        return replace(letter, unit=right or self.there[first.rank][1] or letter.unit, action=doing or letter.action)
 
 
 @dataclass
@@ -77,8 +129,13 @@ class _Peers:
     unheard: list[int] = field(default_factory=list)
 
 
-def judge(mine: Status, read: Read) -> Letter | Circle | Lateness | None:
-    """Follow who waits for whom, beginning with `mine`; `None` if all is on its way."""
+def judge(
+    mine: Status, read: Read, silence: Callable[[int], float] = lambda _: 0.0
+) -> Letter | Circle | Lateness | None:
+    """Follow who waits for whom, beginning with `mine`; `None` if all is on its way.
+
+    `silence` says for how many seconds nothing new was read of a rank.
+    """
     path = [mine]
     while (awaited := path[-1].awaited) is not None:
         line, number, ranks = awaited
@@ -90,12 +147,17 @@ def judge(mine: Status, read: Read) -> Letter | Circle | Lateness | None:
         gone += [status for status in peers.entered if status.state == "raised"]
         if gone:
             return departure(gone[0], [path[-1], *peers.entered, *peers.late])
-        waiting = (path[-1], *(status for status in peers.entered if status.awaited == awaited))
+        silent = {status.rank for status in (*peers.late, *peers.entered) if silence(status.rank) > SILENT_SECONDS}
+        together = [status for status in peers.entered if status.awaited == awaited and status.rank not in silent]
+        waiting = (path[-1], *together)
         if peers.unheard:
             return Lateness(peers.unheard[0], None, waiting)
-        computing = [status for status in peers.late if status.awaited is None]
-        if computing:
-            return Lateness(computing[0].rank, computing[0], waiting)
+        held_up = [status for status in peers.late if status.rank in silent]
+        held_up += [status for status in peers.late if status.awaited is None]
+        if not peers.late:
+            held_up += [status for status in peers.entered if status.rank in silent and not status.has_left]
+        if held_up:
+            return Lateness(held_up[0].rank, held_up[0], waiting)
         if not peers.late:
             return None
         following = peers.late[0]
@@ -135,22 +197,49 @@ def contradiction(statuses: Sequence[Status], line: str) -> Letter | None:
     blamed = _minority(tags[number])
     first = next(status for status in statuses if status.rank in blamed)
     before = f", right after {first.tracks[line].find(number - 1).text}" if number > 1 else ""
-    who = f"{_capital(_ranks(blamed))} contradict{'s' if len(blamed) == 1 else ''} the others"
-    if len(blamed) == len(there):
-        who = f"{_capital(_ranks(blamed))} contradict each other"
+    parting = _parting(statuses)
     return _letter(
         "contradiction",
         blamed,
-        f"{who} in collective {number} over {line.partition(' ')[0]}{before}:{_told(statuses, _differences(there))}.\n"
+        f"{_who_contradicts(blamed, len(there))} in collective {number} over {line.partition(' ')[0]}{before}."
+        f"{_told(statuses, _differences(there))}\n{_line(parting)}"
         f"{_SAME} Look for what is different on {_ranks(blamed)}.",
         first,
     )
 
 
+def _who_contradicts(blamed: tuple[int, ...], num_ranks: int) -> str:
+    if len(blamed) == num_ranks:
+        return f"{_capital(_ranks(blamed))} contradict each other"
+    return f"{_capital(_ranks(blamed))} contradict{'s' if len(blamed) == 1 else ''} the others"
+
+
+def _parting(statuses: Sequence[Status]) -> _Parting | None:
+    """Where ranks that are in one pass have come to different moments, as far as that is remembered."""
+    by_rank = {status.rank: status for status in statuses}
+    paths = {rank: status.path for rank, status in by_rank.items()}
+    if len({path.num_passes for path in paths.values()}) != 1:
+        return None
+    start = max(path.start for path in paths.values())
+    stop = min(path.start + len(path.moments) for path in paths.values())
+    for number in range(start, stop):
+        there = {rank: path.moments[number - path.start] for rank, path in paths.items()}
+        if len(set(there.values())) > 1:
+            return _Parting(tuple(by_rank.values()), there)
+    return None
+
+
+def _line(parting: _Parting | None) -> str:
+    return f"{parting.text()}\n" if parting is not None else ""
+
+
 def _differences(there: dict[int, Entered]) -> dict[int, str]:
     """What each rank has entered; where that reads alike, what else tells them apart."""
-    if len({entered.text for entered in there.values()}) > 1:
-        told = dict.fromkeys(there, "there")
+    told = dict.fromkeys(there, "there")
+    if len({entered.marks for entered in there.values()}) > 1:
+        told = {rank: f"there, after {entered.marks or 'nothing else'}" for rank, entered in there.items()}
+    elif len({entered.text for entered in there.values()}) > 1:
+        pass
     elif len({entered.numel for entered in there.values()}) > 1:
         told = {rank: f"there, of {entered.numel} elements" for rank, entered in there.items()}
     else:
@@ -160,7 +249,7 @@ def _differences(there: dict[int, Entered]) -> dict[int, str]:
     return {rank: f"has {entered.text} {told[rank]}, and " for rank, entered in there.items()}
 
 
-def _minority(tags: dict[int, int]) -> tuple[int, ...]:
+def _minority(tags: Mapping[int, object]) -> tuple[int, ...]:
     """The ranks that differ from what most have; all, if there is no such thing."""
     (common, most), *_ = Counter(tags.values()).most_common()
     has_majority = 2 * most > len(tags)
@@ -170,8 +259,7 @@ def _minority(tags: dict[int, int]) -> tuple[int, ...]:
 def departure(gone: Status, others: Sequence[Status]) -> Letter:
     """A rank has raised or ended, and others cannot go on without it."""
     rest = sorted((status for status in others if status.rank != gone.rank), key=lambda status: status.rank)
-    told = _told(rest)
-    return _letter(gone.state, (gone.rank,), f"{_capital(str(gone))}.{f' Meanwhile:{told}.' if told else ''}", gone)
+    return _letter(gone.state, (gone.rank,), f"{_capital(str(gone))}.{_told(rest)}", gone)
 
 
 def disappearance(rank: int, last: Status | None, why: str, mine: Status) -> Letter:
@@ -185,14 +273,19 @@ def disappearance(rank: int, last: Status | None, why: str, mine: Status) -> Let
     )
 
 
-def overdue(late: Lateness | None, mine: Status, silent_seconds: float, timeout_seconds: float) -> Letter:
-    """The world's timeout has passed while this rank waited."""
-    why = (
-        late.text(silent_seconds) if late is not None else f"{mine}, and all ranks have begun it: the network is stuck"
-    )
+def overdue(
+    late: Lateness | None, mine: Status, silent_seconds: float, timeout_seconds: float, *, why: str = ""
+) -> Letter:
+    """The world's timeout has passed while this rank waited; `why` nobody can be asked any more."""
+    if late is not None:
+        told = late.text(silent_seconds)
+    elif why:
+        told = f"{mine}, and the others cannot be asked: {why}"
+    else:
+        told = f"{mine}, and all ranks have begun it: the network is stuck"
     ranks = (late.rank,) if late is not None else ()
     blamed = late.status if late is not None and late.status is not None else mine
-    return _letter("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {why}.", blamed)
+    return _letter("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {told}.", blamed)
 
 
 def _letter(kind: str, ranks: tuple[int, ...], text: str, blamed: Status) -> Letter:
@@ -200,7 +293,7 @@ def _letter(kind: str, ranks: tuple[int, ...], text: str, blamed: Status) -> Let
 
 
 def _told(statuses: Sequence[Status], also: dict[int, str] | None = None) -> str:
-    """A line for each rank, indented."""
+    """A line for each rank, indented and ended."""
     ordered = sorted(statuses, key=lambda status: status.rank)
     lines = []
     for status in ordered[:_MOST_TOLD]:
@@ -208,10 +301,10 @@ def _told(statuses: Sequence[Status], also: dict[int, str] | None = None) -> str
         has = (also or {}).get(status.rank, "")
         if status.state == "waiting" and has.startswith(f"has '{status.doing}' there, and"):
             has = ""  # it says so itself
-        lines.append(f"\n    rank {status.rank} {has}{words}")
+        lines.append(f"\n    rank {status.rank} {has}{words}.")
     if len(ordered) > _MOST_TOLD:
-        lines.append(f"\n    and {len(ordered) - _MOST_TOLD} more")
-    return ";".join(lines)
+        lines.append(f"\n    And {len(ordered) - _MOST_TOLD} more.")
+    return "".join(lines)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

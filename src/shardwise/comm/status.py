@@ -18,6 +18,8 @@ class Entered(NamedTuple):
     numel: int = 0
     num_backwards: int = 0
     """Since the last optimizer step."""
+    marks: str = ""
+    """What was marked between the collective before and this one."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,23 @@ class Track:
         )
 
 
+class PassPath(NamedTuple):
+    """How a rank has come through one pass over the model: the last of its moments, the first of them by number."""
+
+    num_passes: int = 0
+    start: int = 0
+    moments: tuple[tuple[str, str], ...] = ()
+    """Each with its unit, or `""`."""
+
+
 @dataclass(frozen=True)
 class Status:
     """One rank at one time.
 
     `beat` counts its reports, `seconds` is for how long it has been where it is. `doing` is the action of the program
     that it waits for or does, `call` the library's function that the user called, `place` the line where he did.
-    `awaited` is the line, the number and the ranks of the collective that it cannot go on without.
+    `awaited` is the line, the number and the ranks of the collective that it cannot go on without. `path` is what it
+    has done of the pass over the model that it is in, or was in last.
     """
 
     rank: int
@@ -55,6 +67,7 @@ class Status:
     error: str = ""
     awaited: tuple[str, int, tuple[int, ...]] | None = None
     tracks: dict[str, Track] = field(default_factory=dict)
+    path: PassPath = field(default_factory=PassPath)
 
     @property
     def has_left(self) -> bool:
@@ -81,6 +94,8 @@ class Status:
             name: Track(count, tuple(Entered(*entered) for entered in recent))
             for name, (count, recent) in plain["tracks"].items()
         }
+        num_passes, start, moments = plain["path"]
+        plain["path"] = PassPath(num_passes, start, tuple((moment, unit) for moment, unit in moments))
         return cls(**plain)
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from shardwise.comm.board import Board, BoardError
 from shardwise.comm.journal import Journal, in_words
@@ -95,7 +96,7 @@ class Watch:
         status = self._journal.status(self._beat + 1, self._seconds()).left(said)
         self._board.publish(status)
         if error is not None and self._journal.letter is None:
-            self._board.claim(departure(status, ()))
+            self._claim(departure(status, ()))
 
     def _at_exit(self) -> None:
         """The script is over, and nobody closed this rank's world."""
@@ -118,6 +119,9 @@ class Watch:
                 self._look()
             except BoardError as error:
                 self._look_alone(str(error))
+            except Exception as error:  # unwatched, this rank might wait for ever: it raises this instead
+                _log.exception("The watch over rank %d broke down.", self._journal.rank)
+                self._give_up(error)
 
     def _look(self) -> None:
         letter = self._board.letter()
@@ -142,7 +146,21 @@ class Watch:
         elif self._journal.device_wait is not None:
             letter = self._compare(mine)
         if letter is not None:
-            self._deliver(self._board.claim(letter))
+            self._deliver(self._claim(letter))
+
+    def _claim(self, letter: Letter) -> Letter:
+        return self._board.claim(replace(letter, origin=self._journal.rank))
+
+    def _give_up(self, error: Exception) -> None:
+        """The watch itself failed: tell the others, and this rank."""
+        rank = self._journal.rank
+        text = f"The watch over rank {rank} broke down, which is a defect of shardwise: {in_words(error)}."
+        letter = Letter("raised", (rank,), text, origin=rank)
+        try:
+            letter = self._board.claim(letter)
+        except BoardError:
+            pass  # then it is for this rank alone
+        self._deliver(letter)
 
     def _publish(self) -> Status:
         self._beat += 1
@@ -152,7 +170,7 @@ class Watch:
 
     def _inquire(self, mine: Status) -> Letter | None:
         """This rank waits: for whom, and is that a fault?"""
-        finding = judge(mine, self._read)
+        finding = judge(mine, self._read, self._silent_seconds)
         if isinstance(finding, Letter):
             # two that differ do not say which of them is odd; the others' reports may
             is_settled = len(finding.ranks) == 1 or self._size == 2 or finding.kind != "contradiction"
@@ -174,7 +192,7 @@ class Watch:
         if any(circle.beats[rank] == beat for rank, beat in before.beats.items()):
             self._circle = before
             return None
-        return circle.letter()
+        return circle.letter([status for rank in circle.concerned if (status := self._read(rank)) is not None])
 
     def _warn(self, late: Lateness) -> None:
         """One line, from the lowest of the ranks that wait, and more seldom the longer it lasts."""
@@ -206,9 +224,12 @@ class Watch:
         """The board is gone. What can be known without it is that a link broke, or that time is up."""
         mine = self._journal.status(self._beat, self._seconds())
         if self._lost is not None:
-            self._deliver(disappearance(self._lost.rank, None, f"{self._lost} The store is gone too: {why}", mine))
+            letter = disappearance(self._lost.rank, None, f"{self._lost} The store is gone too: {why}", mine)
         elif mine.awaited is not None and mine.seconds > self._timeout_seconds:
-            self._deliver(overdue(None, mine, 0.0, self._timeout_seconds))
+            letter = overdue(None, mine, 0.0, self._timeout_seconds, why=f"the store is gone ({why})")
+        else:
+            return
+        self._deliver(replace(letter, origin=mine.rank))
 
     def _deliver(self, letter: Letter) -> None:
         self._journal.letter = letter

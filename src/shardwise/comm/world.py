@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-import socket
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardwise.comm import compat
 from shardwise.comm.board import Board, StoreBoard
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.gloo import GlooTransport
 from shardwise.comm.group import Group
+from shardwise.comm.joining import gpu_of, number_in, open_process_group, place_of
 from shardwise.comm.journal import Journal
 from shardwise.comm.nccl import Nccl
 from shardwise.comm.pairwise import Pairwise, Transport
@@ -23,13 +21,12 @@ from shardwise.comm.shm import Neighbours, Shared
 from shardwise.comm.sockets import opened_inside
 from shardwise.comm.watch import Watch
 from shardwise.comm.work import Done, Work
-from shardwise.errors import CommError, ConfigError
+from shardwise.errors import CommError
 from shardwise.mesh import Mesh
 
 EVERYBODY = "world"
 TIMEOUT_SECONDS = 600
 PATIENCE_SECONDS = 10
-_LATER_SECONDS = 10
 
 
 class World:
@@ -50,13 +47,17 @@ class World:
         timeout_seconds: float = TIMEOUT_SECONDS,
         patience_seconds: float = PATIENCE_SECONDS,
         shares_memory: bool = False,
+        local_size: int | None = None,
     ) -> None:
         """`board` is where ranks tell each other how they fare; without one a fault is told by the transport alone.
 
         With `shares_memory`, the same on all ranks, those of one host meet in memory that they share, if they can.
+        `local_size` is how many ranks this one's host has: all of them, if it is not given.
         """
         self.rank = rank
         self.size = size
+        self.local_size = size if local_size is None else local_size
+        """Ranks of this host; 0 if the environment does not say. The inner axis of `hsdp` and `hpz` without a mesh."""
         self.device = torch.device("cpu") if device is None else device
         """Where models that have no memory yet are put: this rank's GPU, where NCCL can be used, else the CPU."""
         self.journal = Journal(rank)
@@ -103,25 +104,27 @@ class World:
         env = os.environ if environment is None else environment
         owns = not dist.is_initialized()
         if owns:
-            rank, size = _place(env)
+            rank, size = place_of(env)
             if size == 1 and "MASTER_ADDR" not in env:
-                return cls(0, 1, _Nobody(), device=_gpu(env) if _has_gpu(env) else None)
+                return cls(0, 1, _Nobody(), device=gpu_of(env))
         with opened_inside() as sockets:
-            # gloo's own timeout closes connections and names nobody: the watch is to be there before it
-            gloo = _open_process_group(rank, size, env, timeout_seconds + _LATER_SECONDS) if owns else _beside()
+            if owns:
+                open_process_group(rank, size, env, timeout_seconds, patience_seconds)
+            gloo = _world_group() if owns else _beside()
         world = cls(
             dist.get_rank(),
             dist.get_world_size(),
             GlooTransport(gloo, sockets),
-            device=_gpu(env) if _has_gpu(env) else None,
+            device=gpu_of(env),
             board=_board(dist.get_world_size()),
             timeout_seconds=timeout_seconds,
             patience_seconds=patience_seconds,
             shares_memory=env.get("SHARDWISE_SHARED_MEMORY", "1") != "0" if shares_memory is None else shares_memory,
+            local_size=number_in(env, "LOCAL_WORLD_SIZE", 0),
         )
         world._process_groups = [None if owns else gloo]
-        if _has_gpu(env):
-            world._nccl = Nccl(_world_group(), _gpu(env), world.journal)
+        if (gpu := gpu_of(env)) is not None:
+            world._nccl = Nccl(_world_group(), gpu, world.journal)
         return world
 
     def be_patient(self, seconds: float) -> None:
@@ -172,11 +175,13 @@ class World:
     def close(self, error: BaseException | None = None) -> None:
         """Leave. Nothing may be on its way, unless `error` is why: then the other ranks raise too, and name it.
 
-        May be called twice.
+        What would be sent afterwards is refused with `StateError`. May be called twice.
         """
         watch, self._watch = self._watch, None  # they know each other: no collector should be needed to part them
         if watch is not None:
             watch.close(error)
+        if self.size > 1:
+            self.journal.close()
         self._host.close()
         if self._nccl is not None:
             self._nccl.close()
@@ -211,63 +216,6 @@ class _Nobody:
 
     def close(self) -> None:
         return
-
-
-def _place(env: Mapping[str, str]) -> tuple[int, int]:
-    try:
-        rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
-    except ValueError as error:
-        raise ConfigError(
-            f"RANK={env.get('RANK')!r} and WORLD_SIZE={env.get('WORLD_SIZE')!r} are not both numbers. "
-            f"Start the ranks with `shardwise launch`, which sets them."
-        ) from error
-    if not 0 <= rank < size:
-        raise ConfigError(f"RANK={rank} is not within WORLD_SIZE={size}; ranks count from 0.")
-    return rank, size
-
-
-def _open_process_group(rank: int, size: int, env: Mapping[str, str], timeout_seconds: float) -> dist.ProcessGroup:
-    """gloo for what lies on the host, and NCCL beside it where there are GPUs.
-
-    Keys carry the attempt: after a restart nobody reads what a dead generation wrote.
-    """
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    host, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", "29500"))
-    launcher_owns_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
-        store = TCPStore(
-            host,
-            port,
-            size,
-            is_master=rank == 0 and not launcher_owns_store,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if _has_gpu(env) else "gloo",
-            store=PrefixStore(f"shardwise/attempt-{attempt}", store),
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=_gpu(env) if _has_gpu(env) else None,
-        )
-    except (RuntimeError, socket.gaierror) as error:
-        raise CommError(
-            f"Rank {rank} of {size} could not meet the others at {host}:{port}: {error}. Is the address right, "
-            f"is the port free on rank 0's machine, and have all {size} ranks been started?"
-        ) from error
-    return _world_group()
-
-
-def _has_gpu(env: Mapping[str, str]) -> bool:
-    """Each rank needs a GPU of its own; NCCL refuses two ranks on one."""
-    local_size = int(env.get("LOCAL_WORLD_SIZE", "1"))
-    return torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_size
-
-
-def _gpu(env: Mapping[str, str]) -> torch.device:
-    return torch.device("cuda", int(env.get("LOCAL_RANK", "0")))
 
 
 def _world_group() -> dist.ProcessGroup:

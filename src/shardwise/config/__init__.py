@@ -2,7 +2,7 @@
 
 from shardwise.config.describe import plan_table, schema_table
 from shardwise.config.load import PlanSource, load_plan
-from shardwise.config.schema import LossScale, PlaceEdit, Plan, Rows, Rule, Wire
+from shardwise.config.schema import LossScale, PlaceEdit, Plan, Rows, Rule, Wire, flatten
 
 __all__ = [
     "LossScale",
@@ -12,6 +12,7 @@ __all__ = [
     "Rows",
     "Rule",
     "Wire",
+    "flatten",
     "load_plan",
     "plan_table",
     "schema_table",

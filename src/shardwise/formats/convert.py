@@ -118,7 +118,7 @@ def _configuration(path: Path) -> tuple[Path, ...]:
     if path.is_file():
         return (path,)
     if (path / hf.CONFIG).is_file():
-        return tuple(one for one in sorted(path.iterdir()) if one.is_file() and not one.name.endswith(hf.WEIGHTS))
+        return hf.files_to_keep(path)[0]
     raise ConfigError(f"--config is {path}; name a {hf.CONFIG}, or a folder with one.")
 
 
@@ -171,7 +171,7 @@ def _write(source: Source, settings: _Settings, draft: Path, tick: Tick) -> None
 
 def _dcp() -> Any:
     """torch.distributed.checkpoint takes seconds to import, so it waits until it is needed."""
-    return importlib.import_module("shardwise.formats.dcp")
+    return importlib.import_module("shardwise.formats.dcp_write")
 
 
 def _notes(source: Source, settings: _Settings) -> list[str]:

@@ -1,57 +1,41 @@
-"""Torch's own distributed checkpoints (DCP), written and read without a process group, a tensor at a time.
+"""Torch's own distributed checkpoints (DCP), read without a process group, a tensor at a time.
 
-A folder has `.metadata`, a pickle of torch's `Metadata`, which says which bytes of which `*.distcp` file
-hold which chunk of which key; every chunk is a `torch.save` of its own. The keys are those of FSDP2's `get_state_dict`:
-`model.NAME`, `optim.state.NAME.KEY`, `optim.param_groups.N.KEY`.
-
-[Note: why not torch's writer] `dcp.save` keeps every tensor of a file until the file is finished
-(`_write_files_from_queue` in `torch/distributed/checkpoint/filesystem.py`, 2.13), so a checkpoint as
-large as memory could not be written in one process. The layout is torch's; the tests read it with torch's loader.
+A folder has `.metadata`, which says which bytes of which `*.distcp` file hold which chunk of which key; every chunk is
+a `torch.save` of its own. The keys are those of FSDP2's `get_state_dict`: `model.NAME`, `optim.state.NAME.KEY`,
+`optim.param_groups.N.KEY`.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from shardwise.errors import CheckpointError
-from shardwise.formats.pickles import as_plain, load_named
+from shardwise.formats.dcp_metadata import METADATA, Chunk, Metadata, ObjectPath, Place, StoredTensor, read_metadata
+from shardwise.formats.pickles import as_plain
 from shardwise.formats.source import PARAM, STATE, Source, Spec, stored_files
-from shardwise.formats.stream import split_by_size
+from shardwise.formats.torch_files import load_bytes
+from shardwise.safe_files import fill_exactly, inside, open_regular
 
 Tensor = torch.Tensor
-Tick = Callable[[Spec], None]
-ObjectPath = tuple[str | int, ...]
 FORM = "dcp"
-METADATA = ".metadata"
 MODEL, OPTIM = "model", "optim"
 MODEL_ROOTS, OPTIM_ROOTS = (MODEL, "module"), (OPTIM, "optimizer", "optimizers")
-VERSION = "1.0.0"
+NAMELESS = (
+    "the optimizer's states and settings: a plain optimizer.state_dict() numbers parameters and does not name them "
+    "(they are {keys}). Save what get_state_dict of torch.distributed.checkpoint.state_dict returns, which has names"
+)
 
 
 def is_dcp(path: Path) -> bool:
-    return (path / METADATA).is_file()
-
-
-# -- reading --------------------------------------------------------------------------------------------
+    return (path / METADATA).exists()
 
 
 @dataclass(frozen=True)
@@ -61,34 +45,45 @@ class _Names:
     model: str
     optim: str | None
 
+    def in_optim(self, key: str) -> str | None:
+        """What of `key` is behind the optimizer's name."""
+        return key.removeprefix(self.optim) if self.optim is not None and key.startswith(self.optim) else None
+
 
 def open_dcp(path: Path) -> Source:
     """The checkpoint in `path`, whatever wrote it: FSDP2, plain `dcp.save`, torchtitan, or `write_dcp`."""
-    meta = load_named(path / METADATA, _known_classes())
-    if not isinstance(meta, Metadata) or meta.storage_data is None:
-        raise CheckpointError(f"{path / METADATA} is not metadata of a distributed checkpoint.")
+    meta = read_metadata(path)
     store = _Store(path, meta)
-    keys = meta.state_dict_metadata
-    tensors = {key: one for key, one in keys.items() if isinstance(one, TensorStorageMetadata)}
-    objects = [key for key in keys if key not in tensors]
-    names = _find_names(keys, meta.planner_data or {})
-    homes = {spec: key for key, one in tensors.items() if (spec := _spec(key, one, names)) is not None}
-    settings, others = _split_objects(objects, names)
-    user, left_out = _plain_objects(store, others, meta)
+    names = _find_names([*meta.tensors, *meta.objects], meta.paths)
+    homes = {spec: key for key, one in meta.tensors.items() if (spec := _spec(key, one, names)) is not None}
+    objects = _Objects.of(store, meta, names)
     known = set(homes.values())
-    left_out += [f"tensor {key}" for key in tensors if key not in known]
+    left_out = [*objects.left_out, *(f"tensor {key}" for key in meta.tensors if key not in known)]
     ties = _ties(meta, [key for spec, key in homes.items() if not spec.is_state], names)
+    weights = {spec.name for spec in homes if not spec.is_state}
     num_steps = _num_steps(store, homes)
+    strange = [key for spec, key in homes.items() if spec.is_state and spec.name not in weights]
+    strange += [f"state {name}" for name in objects.numbers if name not in weights]
+    groups = _groups(objects.settings)
+    strange += [f"parameter {name}" for group in groups for name in _strangers(group, weights)]
+    if strange:
+        left_out.append(NAMELESS.format(keys=f"{strange[0]} and {len(strange) - 1} more"))
+    user = dict(objects.user)
     step = user.pop("step", num_steps)
     return Source(
         form=FORM,
         path=path,
-        specs=tuple(spec for spec in homes if spec.is_state or spec.name not in ties),
-        read=lambda spec: store.tensor(homes[spec], spec),
-        step=step if isinstance(step, int) else num_steps,
+        specs=tuple(
+            spec
+            for spec in homes
+            if (spec.is_state and spec.name in weights and not strange) or (not spec.is_state and spec.name not in ties)
+        ),
+        read=lambda spec: store.tensor(homes[spec]),
+        step=step if type(step) is int and step >= 0 else num_steps,
         num_steps=num_steps,
         ties=ties,
-        groups=_groups(store, settings),
+        groups=[] if strange else groups,
+        numbers={} if strange else objects.numbers,
         user=user["user"] if list(user) == ["user"] and isinstance(user["user"], dict) else user,
         facts={"keys": {"model": names.model, "optim": names.optim}},
         files=stored_files(path),
@@ -98,15 +93,12 @@ def open_dcp(path: Path) -> Source:
 
 def _ties(meta: Metadata, keys: Iterable[str], names: _Names) -> dict[str, str]:
     """Names whose bytes are another's, as `write_dcp` leaves them. Torch itself writes tied weights once for each."""
-    first: dict[tuple[str, int], str] = {}
+    first: dict[StoredTensor, str] = {}
     ties = {}
     for key in keys:
-        said = meta.state_dict_metadata[key]
-        chunks = said.chunks if isinstance(said, TensorStorageMetadata) else []
-        info = meta.storage_data.get(MetadataIndex(key, chunks[0].offsets)) if len(chunks) == 1 else None
-        if info is None:
+        if len(meta.tensors[key].chunks) != 1:
             continue
-        home = first.setdefault((info.relative_path, info.offset), key)
+        home = first.setdefault(meta.tensors[key], key)
         if home != key:
             ties[key.removeprefix(names.model)] = home.removeprefix(names.model)
     return ties
@@ -116,26 +108,9 @@ def _num_steps(store: _Store, homes: Mapping[Spec, str]) -> int:
     """How often the optimizer has stepped, by its first parameter's `step`; 0 if it does not count."""
     for spec, key in homes.items():
         if spec.kind == f"{STATE}step" and spec.numel == 1:
-            return int(store.tensor(key, spec))
+            number = float(store.tensor(key).real)
+            return int(number) if math.isfinite(number) and number >= 0 else 0
     return 0
-
-
-def _known_classes() -> dict[str, Any]:
-    """All that torch puts into the metadata, by full name."""
-    homes = {metadata: metadata.__all__, filesystem: ("_StorageInfo",)}
-    known = {f"{home.__name__}.{name}": getattr(home, name) for home, names in homes.items() for name in names}
-    encoding = metadata._MEM_FORMAT_ENCODING
-    dtypes = {f"torch.{name}": one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
-    return {
-        **known,
-        **dtypes,
-        f"{encoding.__module__}.{encoding.__name__}": encoding,
-        "torch.Size": torch.Size,
-        "torch.serialization._get_layout": torch.serialization._get_layout,
-        "pathlib.PosixPath": Path,
-        "pathlib._local.PosixPath": Path,
-        "collections.OrderedDict": dict,
-    }
 
 
 class _Store:
@@ -145,46 +120,45 @@ class _Store:
         self._path = path
         self._meta = meta
 
-    def tensor(self, key: str, spec: Spec) -> Tensor:
-        whole = torch.empty(spec.shape, dtype=spec.dtype)
-        missing = spec.numel
-        for chunk in self._chunks(key):
-            piece = self._load(MetadataIndex(key, chunk.offsets))
-            place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
-            if tuple(piece.shape) != tuple(chunk.sizes):
+    def tensor(self, key: str) -> Tensor:
+        stored = self._meta.tensors[key]
+        for place in {chunk.place.file: chunk.place for chunk in sorted(stored.chunks, key=_end)}.values():
+            self._open(key, place).close()  # all bytes are there before memory is taken for the whole
+        whole = torch.empty(stored.shape, dtype=stored.dtype)
+        for chunk in stored.chunks:
+            piece = load_bytes(self._bytes(key, chunk.place), f"{self._path / chunk.place.file} at {key}")
+            if not isinstance(piece, Tensor) or tuple(piece.shape) != chunk.sizes or piece.dtype != stored.dtype:
                 raise CheckpointError(f"{self._path} has a piece of {key} that is not as its metadata says.")
-            whole[place] = piece
-            missing -= piece.numel()
-        if missing > 0:
-            raise CheckpointError(f"{self._path} lacks {missing} elements of {key}; it is incomplete.")
+            whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] = piece
         return whole
 
-    def _chunks(self, key: str) -> list[ChunkStorageMetadata]:
-        said = self._meta.state_dict_metadata[key]
-        return said.chunks if isinstance(said, TensorStorageMetadata) else []
-
     def object(self, key: str) -> Any:
-        return self._load(MetadataIndex(key))
+        place = self._meta.objects[key]
+        return load_bytes(self._bytes(key, place), f"{self._path / place.file} at {key}")
 
-    def _load(self, index: MetadataIndex) -> Any:
-        info = self._meta.storage_data.get(index)
-        if info is None:
-            raise CheckpointError(f"{self._path} does not say where {index.fqn} lies; its metadata is incomplete.")
-        if getattr(info, "transform_descriptors", None):
+    def _bytes(self, key: str, place: Place) -> bytearray:
+        with self._open(key, place) as handle:
+            content = bytearray(place.num_bytes)
+            fill_exactly(handle, place.start, memoryview(content), self._path / place.file)
+        return content
+
+    def _open(self, key: str, place: Place) -> BinaryIO:
+        """The file of `place`, which has all of it."""
+        if place.transforms:
             raise CheckpointError(
-                f"{self._path} keeps {index.fqn} transformed ({', '.join(info.transform_descriptors)}), "
+                f"{self._path} keeps {key} transformed ({', '.join(place.transforms)}), "
                 f"which is not read here; save it without extensions."
             )
-        file = self._path / info.relative_path
-        try:
-            with file.open("rb") as handle:
-                handle.seek(info.offset)
-                content = io.BytesIO(handle.read(info.length))
-            return torch.load(content, map_location="cpu", weights_only=True)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{file} is missing; the checkpoint is incomplete.") from error
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{file} cannot be read at {index.fqn}: {error}") from error
+        handle = open_regular(inside(self._path, place.file))
+        size = handle.seek(0, os.SEEK_END)
+        if place.start + place.num_bytes > size:
+            handle.close()
+            raise CheckpointError(f"{self._path / place.file} has {size} bytes and lacks those of {key}; it was cut.")
+        return handle
+
+
+def _end(chunk: Chunk) -> int:
+    return chunk.place.start + chunk.place.num_bytes
 
 
 def _find_names(keys: Iterable[str], paths: Mapping[str, ObjectPath]) -> _Names:
@@ -209,48 +183,69 @@ def _root(paths: list[tuple[str, ...]], words: tuple[str, ...], fits: Callable[[
     return max(found, key=lambda root: found[root], default=None)
 
 
-def _spec(key: str, one: TensorStorageMetadata, names: _Names) -> Spec | None:
-    shape, dtype = tuple(one.size), one.properties.dtype
-    if names.optim is not None and key.startswith(f"{names.optim}state."):
-        name, _, state = key.removeprefix(f"{names.optim}state.").rpartition(".")
-        return Spec(f"{STATE}{state}", name, shape, dtype) if name else None
-    if names.optim is not None and key.startswith(names.optim):
-        return None
-    return Spec(PARAM, key.removeprefix(names.model), shape, dtype) if key.startswith(names.model) else None
+def _spec(key: str, one: StoredTensor, names: _Names) -> Spec | None:
+    rest = names.in_optim(key)
+    if rest is not None:
+        name, _, state = rest.removeprefix("state.").rpartition(".")
+        return Spec(f"{STATE}{state}", name, one.shape, one.dtype) if rest.startswith("state.") and name else None
+    name = key.removeprefix(names.model)
+    return Spec(PARAM, name, one.shape, one.dtype) if key.startswith(names.model) and name else None
 
 
-def _split_objects(objects: list[str], names: _Names) -> tuple[dict[str, str], list[str]]:
-    """The optimizer's settings, by what comes after `param_groups.`, and all else."""
-    root = f"{names.optim}param_groups." if names.optim is not None else None
-    settings = {key.removeprefix(root): key for key in objects if root is not None and key.startswith(root)}
-    return settings, [key for key in objects if key not in set(settings.values())]
+@dataclass(frozen=True)
+class _Objects:
+    """What is no tensor: the optimizer's settings by what comes after `param_groups.`, its states that are numbers,
+    what the training script kept, nested as it was, and the names of what is not plain data."""
+
+    settings: dict[str, Any]
+    numbers: dict[str, dict[str, Any]]
+    user: dict[str, Any]
+    left_out: list[str]
+
+    @classmethod
+    def of(cls, store: _Store, meta: Metadata, names: _Names) -> _Objects:
+        made = cls({}, {}, {}, [])
+        for key in meta.objects:
+            try:
+                value = store.object(key)
+                plain = as_plain(value)
+            except (TypeError, CheckpointError):
+                made.left_out.append(f"{key}, which is not plain data")
+                continue
+            kind, _, rest = (names.in_optim(key) or "").partition(".")
+            if kind == "param_groups":
+                made.settings[rest] = value
+            elif kind == "state":
+                name, _, state = rest.rpartition(".")
+                made.numbers.setdefault(name, {})[state] = plain
+            elif not _put(made.user, meta.paths.get(key, (key,)), plain):
+                made.left_out.append(f"{key}, whose place is another's")
+        return made
 
 
-def _plain_objects(store: _Store, keys: list[str], meta: Metadata) -> tuple[dict[str, Any], list[str]]:
-    """What the training script kept, nested as it was, and the names of what is not plain data."""
-    user: dict[str, Any] = {}
-    left_out = []
-    for key in keys:
-        try:
-            value = as_plain(store.object(key))
-        except (TypeError, CheckpointError):
-            left_out.append(f"{key}, which is not plain data")
-            continue
-        path = (meta.planner_data or {}).get(key, (key,))
-        inner = user
-        for part in path[:-1]:
-            inner = inner.setdefault(str(part), {})
-        inner[str(path[-1])] = value
-    return user, left_out
+def _put(inner: dict[str, Any], path: ObjectPath, value: Any) -> bool:
+    """Put `value` into nested dicts; `False` if something else is in the way."""
+    for part in path[:-1]:
+        found: Any = inner.setdefault(str(part), {})
+        if not isinstance(found, dict):
+            return False
+        inner = found
+    return inner.setdefault(str(path[-1]), value) is value
 
 
-def _groups(store: _Store, settings: Mapping[str, str]) -> list[dict[str, Any]]:
+def _strangers(group: Mapping[str, Any], weights: set[str]) -> list[Any]:
+    """What a group has for parameters that are none of the model."""
+    params = group.get("params", [])
+    return [one for one in params if one not in weights] if isinstance(params, list) else [params]
+
+
+def _groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The optimizer's groups, of either form that torch writes: by number, or flattened to one for each parameter."""
     by_owner: dict[str, dict[str, Any]] = {}
-    for rest, key in settings.items():
+    for rest, value in settings.items():
         owner, _, setting = rest.rpartition(".")
-        by_owner.setdefault(owner, {})[setting] = store.object(key)
-    if all(owner.isdecimal() for owner in by_owner):
+        by_owner.setdefault(owner, {})[setting] = value
+    if all(owner.isdecimal() and owner.isascii() and len(owner) < 10 for owner in by_owner):
         return [by_owner[owner] for owner in sorted(by_owner, key=int)]
     groups: list[dict[str, Any]] = []
     for name, values in by_owner.items():
@@ -260,97 +255,3 @@ def _groups(store: _Store, settings: Mapping[str, str]) -> list[dict[str, Any]]:
         else:
             same["params"].append(name)
     return groups
-
-
-# -- writing --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Said:
-    """The metadata as it grows."""
-
-    keys: dict[str, Any] = field(default_factory=dict)
-    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
-    paths: dict[str, ObjectPath] = field(default_factory=dict)
-
-
-class _Draft:
-    """A file that chunks go to, and with each a line of the metadata."""
-
-    def __init__(self, file: IO[bytes], name: str, said: _Said) -> None:
-        self._file = file
-        self._name = name
-        self._said = said
-
-    def tensor(self, path: ObjectPath, value: Tensor) -> None:
-        key = self._key(path)
-        origin = torch.Size([0] * value.dim())
-        chunk = ChunkStorageMetadata(origin, value.size())
-        self._said.keys[key] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [chunk])
-        self._said.places[MetadataIndex(key, origin)] = self._save(value)
-
-    def again(self, path: ObjectPath, other: ObjectPath) -> None:
-        """The same tensor under one more key: the same bytes."""
-        key, known = self._key(path), self._key(other)
-        self._said.keys[key] = self._said.keys[known]
-        origin = self._said.keys[known].chunks[0].offsets
-        self._said.places[MetadataIndex(key, origin)] = self._said.places[MetadataIndex(known, origin)]
-
-    def object(self, path: ObjectPath, value: Any) -> None:
-        key = self._key(path)
-        self._said.keys[key] = BytesStorageMetadata()
-        self._said.places[MetadataIndex(key)] = self._save(value)
-
-    def _key(self, path: ObjectPath) -> str:
-        key = ".".join(map(str, path))
-        self._said.paths[key] = path
-        return key
-
-    def _save(self, value: Any) -> _StorageInfo:
-        start = self._file.tell()
-        blob = io.BytesIO()  # torch.save wants a file that begins at 0
-        torch.save(value, blob)
-        self._file.write(blob.getbuffer())
-        return _StorageInfo(self._name, start, self._file.tell() - start)
-
-
-def files_of(source: Source, max_bytes: int) -> dict[str, list[Spec]]:
-    """What goes into which file."""
-    runs = split_by_size(source.specs, max_bytes) or [[]]
-    return {f"__0_{number}.distcp": run for number, run in enumerate(runs)}
-
-
-def write_dcp(source: Source, folder: Path, max_bytes: int, tick: Tick) -> None:
-    """`source` as FSDP2's users save it: `{"model": ..., "optim": ..., "user": ..., "step": ...}`."""
-    aliases: dict[str, list[str]] = {}
-    for alias, name in source.ties.items():
-        aliases.setdefault(name, []).append(alias)
-    said = _Said()
-    for number, (name, specs) in enumerate(files_of(source, max_bytes).items()):
-        with (folder / name).open("wb") as file:
-            draft = _Draft(file, name, said)
-            for spec in specs:
-                draft.tensor(_path(spec), source.read(spec).contiguous())
-                for alias in aliases.get(spec.name, ()) if not spec.is_state else ():
-                    draft.again((MODEL, alias), _path(spec))
-                tick(spec)
-            if number == 0:
-                _write_objects(draft, source)
-    whole = Metadata(said.keys, said.paths, said.places, StorageMeta(), VERSION)
-    (folder / METADATA).write_bytes(pickle.dumps(whole))
-
-
-def _path(spec: Spec) -> ObjectPath:
-    return (OPTIM, "state", spec.name, spec.kind.removeprefix(STATE)) if spec.is_state else (MODEL, spec.name)
-
-
-def _write_objects(draft: _Draft, source: Source) -> None:
-    for name, numbers in source.numbers.items():
-        for key, value in numbers.items():
-            draft.object((OPTIM, "state", name, key), value)
-    for number, group in enumerate(source.groups):
-        for key, value in group.items():
-            draft.object((OPTIM, "param_groups", number, key), value)
-    if source.user:
-        draft.object(("user",), source.user)
-    draft.object(("step",), source.step)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
-from shardwise.formats import deepspeed, hf, ours
+from shardwise.formats import dcp, deepspeed, hf, ours
 from shardwise.formats.source import Source
+from shardwise.safe_files import inside, open_regular
 
 FORMS = {
     ours.FORM: "a checkpoint of shardwise, or a run folder with checkpoints",
     hf.FORM: "a model folder of Hugging Face",
-    "dcp": "a torch distributed checkpoint (DCP)",
+    dcp.FORM: "a torch distributed checkpoint (DCP)",
     deepspeed.FORM: "a checkpoint of DeepSpeed",
 }
 OTHERS = {
@@ -20,19 +21,34 @@ OTHERS = {
     "adapter_config.json": "an adapter of PEFT, without the model that it is for",
     "trainer_state.json": "a checkpoint of the transformers Trainer without weights that could be read",
 }
-DCP_METADATA = ".metadata"
+LATEST = "latest"
+OPENERS: dict[str, Callable[[Path], Source]] = {
+    ours.FORM: ours.open_ours,
+    hf.FORM: hf.open_hf,
+    dcp.FORM: dcp.open_dcp,
+    deepspeed.FORM: deepspeed.open_deepspeed,
+}
 
 
 def form_of(path: Path) -> str:
     """The format of what is at `path`; `CheckpointError` names what it looks like, if it is none that can be read."""
+    try:
+        return _form_of(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _form_of(path: Path) -> str:
     if not path.exists():
         raise CheckpointError(f"There is no {path}.")
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file; name the folder of the checkpoint.")
+    if (path / LATEST).exists():
+        open_regular(inside(path, LATEST)).close()  # which several formats have, and read
     if ours.is_ours(path):
         return ours.FORM
-    if (path / DCP_METADATA).is_file():
-        return "dcp"
+    if dcp.is_dcp(path):
+        return dcp.FORM
     if deepspeed.folder_of(path) is not None:
         return deepspeed.FORM
     if hf.is_hf(path):
@@ -54,10 +70,7 @@ def _foreign(path: Path) -> str:
 def open_checkpoint(path: Path) -> Source:
     """The checkpoint at `path`, whoever wrote it, without reading its tensors."""
     form = form_of(path)
-    if form == "dcp":  # torch.distributed.checkpoint takes seconds to import
-        source: Source = importlib.import_module("shardwise.formats.dcp").open_dcp(path)
-        return source
-    opened: Source = {ours.FORM: ours.open_ours, hf.FORM: hf.open_hf, deepspeed.FORM: deepspeed.open_deepspeed}[form](
-        path
-    )
-    return opened
+    try:
+        return OPENERS[form](path)
+    except OSError as error:  # a folder that may not be listed, a disk that fails
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

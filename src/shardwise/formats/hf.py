@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from shardwise.birth.files import read_index
+from shardwise.birth.heads import Stored, read_head
 from shardwise.errors import CheckpointError
-from shardwise.formats.pickles import load_inert
 from shardwise.formats.source import PARAM, Source, Spec, stored_files
-from shardwise.formats.stream import DTYPES, SafetensorsFile, split_by_size
+from shardwise.formats.stream import SafetensorsFile, split_by_size
+from shardwise.formats.torch_files import load_file
+from shardwise.safe_files import inside, read_json
 
 Tensor = torch.Tensor
 Tick = Callable[[Spec], None]
@@ -29,95 +31,83 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".
 
 
 def is_hf(path: Path) -> bool:
-    return any((path / name).is_file() for name in (SAFE, f"{SAFE}.index.json", BIN, f"{BIN}.index.json"))
+    return any((path / name).exists() for name in (SAFE, f"{SAFE}.index.json", BIN, f"{BIN}.index.json"))
 
 
 def open_hf(path: Path) -> Source:
     """The weights in the folder `path`."""
-    by_file = _names_by_file(path)
-    homes: dict[str, Path] = {}
-    specs: list[Spec] = []
-    for file in sorted(by_file):
-        found = _specs_in(path / file)
-        wanted = by_file[file]
+    readers: dict[Spec, Callable[[], Tensor]] = {}
+    files: dict[str, Path] = {}
+    for file, wanted in _names_by_file(path).items():
+        found = _in_pickle(file) if file.name.endswith(".bin") else _in_safetensors(file)
         for name in found if wanted is None else wanted:
             if name not in found:
-                raise CheckpointError(f"{path / file} has no {name}, though the index says so; it is incomplete.")
-            specs.append(found[name])
-            homes[name] = path / file
+                raise CheckpointError(f"{file} has no {name!a:.200}, though the index says so; it is incomplete.")
+            if name in files:
+                raise CheckpointError(f"{name} is both in {files[name].name} and in {file.name}.")
+            files[name] = file
+            spec, read = found[name]
+            readers[spec] = read
+    kept, left_out = files_to_keep(path)
     return Source(
         form=FORM,
         path=path,
-        specs=tuple(specs),
-        read=lambda spec: _read(homes[spec.name], spec),
+        specs=tuple(readers),
+        read=lambda spec: readers[spec](),
         facts=_facts(path),
         files=stored_files(path),
-        kept=tuple(file for file in sorted(path.iterdir()) if file.is_file() and not file.name.endswith(WEIGHTS)),
+        kept=kept,
+        left_out=left_out,
     )
 
 
-def _names_by_file(path: Path) -> dict[str, list[str] | None]:
+def files_to_keep(folder: Path) -> tuple[tuple[Path, ...], list[str]]:
+    """Configuration, tokenizer and whatever else lies in `folder` besides weights; and what of it is left out."""
+    kept, left_out = [], []
+    for file in sorted(folder.iterdir()):
+        if not file.is_file() or file.name.endswith(WEIGHTS):
+            continue
+        try:
+            kept.append(inside(folder, file.name))
+        except CheckpointError:
+            left_out.append(f"{file.name}, which is a link to elsewhere")
+    return tuple(kept), left_out
+
+
+def _names_by_file(path: Path) -> dict[Path, list[str] | None]:
     """What each file is there for; `None`: all that it has."""
     for name in (SAFE, BIN):
-        if (path / name).is_file():
-            return {name: None}
-        index = path / f"{name}.index.json"
-        if index.is_file():
-            return dict(_inverted(index))
+        if (path / name).exists():
+            return {inside(path, name): None}
+        if (path / f"{name}.index.json").exists():
+            return dict(read_index(path / f"{name}.index.json"))
     raise CheckpointError(f"{path} is not a folder of Hugging Face: it has neither {SAFE} nor {BIN}.")
 
 
-def _inverted(index: Path) -> dict[str, list[str]]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files: dict[str, list[str]] = {}
-        for name, file in weight_map.items():
-            files.setdefault(file, []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {type(error).__name__}: {error}") from error
-    return files
+Found = dict[str, tuple[Spec, Callable[[], Tensor]]]
 
 
-def _specs_in(file: Path) -> dict[str, Spec]:
-    if file.suffix == ".bin":
-        tensors = {name: one for name, one in load_inert(file).items() if isinstance(one, Tensor)}
-        return {name: Spec(PARAM, name, tuple(one.shape), one.dtype) for name, one in tensors.items()}
-    try:
-        with safe_open(file, framework="pt") as handle:
-            heads = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  # it is no mapping
-            return {
-                name: Spec(PARAM, name, tuple(head.get_shape()), DTYPES[head.get_dtype()])
-                for name, head in heads.items()
-            }
-    except KeyError as error:
-        raise CheckpointError(f"{file} has tensors of dtype {error}, which this torch does not have.") from error
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing; the folder is incomplete.") from error
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+def _in_safetensors(file: Path) -> Found:
+    def entry(name: str, stored: Stored) -> tuple[Spec, Callable[[], Tensor]]:
+        return Spec(PARAM, name, stored.shape, stored.dtype), lambda: stored.read().view(stored.shape)
+
+    return {name: entry(name, stored) for name, stored in read_head(file).items()}
 
 
-def _read(file: Path, spec: Spec) -> Tensor:
-    if file.suffix == ".bin":
-        whole: Tensor = load_inert(file)[spec.name].clone()
-        return whole
-    try:
-        with safe_open(file, framework="pt") as handle:
-            tensor: Tensor = handle.get_tensor(spec.name)
-            return tensor
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read at {spec.name}: {error}") from error
+def _in_pickle(file: Path) -> Found:
+    state = load_file(file)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file} is no state dict, from names to tensors.")
+
+    def entry(name: str, one: Tensor) -> tuple[Spec, Callable[[], Tensor]]:
+        return Spec(PARAM, name, tuple(one.shape), one.dtype), one.clone
+
+    return {name: entry(name, one) for name, one in state.items() if isinstance(name, str) and isinstance(one, Tensor)}
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The model's configuration; empty if there is none."""
-    try:
-        config = json.loads((path / CONFIG).read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / CONFIG} cannot be read: {error}") from error
-    return config if isinstance(config, dict) else {}
+    return read_json(inside(path, CONFIG), lenient=True) if (path / CONFIG).exists() else {}
 
 
 def _facts(path: Path) -> dict[str, Any]:

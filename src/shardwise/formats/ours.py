@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import newest
+from shardwise.checkpoint import checkpoints_in, newest
 from shardwise.checkpoint.codec import decode, dtype_name, dtype_of, encode
+from shardwise.checkpoint.document import read_document
 from shardwise.checkpoint.folder import LATEST, step_name
-from shardwise.checkpoint.index import INDEX, Chunk, File, Index, block_bytes_of, read_index
+from shardwise.checkpoint.index import INDEX, Chunk, File, Index, block_bytes_of
 from shardwise.checkpoint.read import Reader
+from shardwise.checkpoint.schema import RANK, read_index
 from shardwise.errors import CheckpointError
 from shardwise.formats.source import BUFFER, PARAM, STATE, Source, Spec, StoredFile
 from shardwise.formats.stream import SafetensorsFile, split_by_size
+from shardwise.optim import SCALAR_STATES
 from shardwise.placement import Span
 from shardwise.version import __version__
 
@@ -35,16 +38,18 @@ HUGGING_FACE = "huggingface"
 
 def is_ours(path: Path) -> bool:
     """Whether `path` is a checkpoint, or a run folder with one in it."""
-    return newest(path) is not None or ((path / LATEST).exists() and any(path.glob("step-*")))
+    if (path / INDEX).exists() or checkpoints_in(path):
+        return True
+    return (path / LATEST).exists() and any(path.glob("step-*"))
 
 
 def open_ours(path: Path) -> Source:
     """The checkpoint at `path`, or the newest of the run at `path`."""
     folder = newest(path)
     if folder is None:
-        raise CheckpointError(f"{path} has {LATEST}, but no checkpoint: none of its step folders has an {INDEX}.")
+        raise CheckpointError(f"There is no checkpoint in {path}.")
     index = read_index(folder)
-    state = decode(index.state)
+    state = decode(index.state)  # `read_index` has tried it
     reader = Reader(folder, index)
     return Source(
         form=FORM,
@@ -60,9 +65,16 @@ def open_ours(path: Path) -> Source:
         engine=state,
         facts={"world_size": index.world_size, "layout": index.layout, "versions": index.versions},
         files=tuple(StoredFile(file.name, file.num_bytes) for file in index.files),
-        kept=tuple(sorted((folder.parent / HUGGING_FACE).glob("*"))),
+        optimizer=index.optimizer,
+        kept=_kept(folder.parent / HUGGING_FACE),
         check=lambda: _check(reader),
     )
+
+
+def _kept(folder: Path) -> tuple[Path, ...]:
+    """Regular files, which go along when the checkpoint is converted; a link may lead anywhere."""
+    found = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+    return tuple(path for path in found if path.is_file() and not path.is_symlink())
 
 
 def _specs(index: Index) -> Iterator[Spec]:
@@ -83,20 +95,35 @@ def _read(reader: Reader, spec: Spec) -> Tensor:
         whole = reader.whole(spec.kind, spec.name)
         if whole is not None:
             return reader.tensor(whole)
+        reads = reader.reads(spec.kind, spec.name, Span(0, spec.numel))
+        for read in reads:  # that the files are as large as the index says, before memory is asked for
+            reader.check_file(reader.file_of(read))
         out = torch.empty(spec.numel, dtype=spec.dtype)
-        for read in reader.reads(spec.kind, spec.name, Span(0, spec.numel)):
+        for read in reads:
             reader.fill(read, out)
         return out.view(spec.shape)
 
 
 def _check(reader: Reader) -> Iterator[str]:
-    """A sentence for each file that is not the one that was written; bytes of tensors are checked as they are read."""
+    """A sentence for each file that is not the one that was written, and for each rank whose memories cannot be read.
+
+    Bytes of tensors are checked as they are read.
+    """
+    damaged = set()
     for file in reader.index.files:
         try:
             with reader:
                 reader.check_file(file)
         except CheckpointError as error:
+            damaged.add(file.name)
             yield str(error)
+    for chunk in reader.index.chunks:
+        if chunk.kind == RANK and chunk.file not in damaged:
+            try:
+                with reader:
+                    read_document(reader, int(chunk.name))
+            except CheckpointError as error:
+                yield str(error)
 
 
 def shards_of(source: Source, max_bytes: int) -> dict[str, list[Spec]]:
@@ -125,6 +152,7 @@ def write_ours(source: Source, run: Path, max_bytes: int, tick: Tick) -> None:
                 tick(spec)
         files.append(_file(folder / name))
     (folder / INDEX).write_text(_index(source, shapes, files, chunks).to_json())
+    read_index(folder)  # what could not be resumed from is not to be left behind
     (run / LATEST).write_text(folder.name)
     if source.kept:
         (run / HUGGING_FACE).mkdir()
@@ -153,9 +181,10 @@ def _chunk(file: str, spec: Spec, shapes: dict[str, tuple[int, ...]], offset: in
 
 
 def _stays_whole(spec: Spec, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Whether it is a state that is not made of its parameter's elements. `step` never is, not even for a parameter
-    that is a single number too."""
-    return spec.is_state and (spec.kind == "state.step" or spec.shape != shapes[spec.name])
+    """Whether it is a state that is not made of its parameter's elements. Some are numbers even for a parameter that is
+    a single number too."""
+    is_scalar = spec.kind.removeprefix(STATE) in SCALAR_STATES
+    return spec.is_state and (is_scalar or spec.shape != shapes[spec.name])
 
 
 def _file(path: Path) -> File:
@@ -179,4 +208,5 @@ def _index(source: Source, shapes: dict[str, tuple[int, ...]], files: list[File]
         numbers={name: encode(numbers) for name, numbers in source.numbers.items()},
         files=files,
         chunks=chunks,
+        optimizer=source.optimizer,
     )

@@ -62,7 +62,8 @@ class Source:
     `CheckpointError` if it is not there as promised. `groups` are the optimizer's parameter groups: hyper-parameters,
     and under `params` names, if they are known. `ties` maps further names of a parameter to the one in `specs`.
     `numbers` are states of the optimizer that are no tensors, by parameter and key. `user` is what the training script
-    kept, `engine` what our engine did (a loss scale), `facts` what the format says besides, for people. `left_out` has
+    kept, `engine` what our engine did (a loss scale), `facts` what the format says besides, for people. `optimizer` is
+    the name of its class, if the format says it. `left_out` has
     sentences about what is in the folder and not in here. `kept` are files to go along: a model's
     configuration, a tokenizer. `check` compares with checksums, where the format has any.
     """
@@ -79,6 +80,7 @@ class Source:
     user: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = ""
     files: tuple[StoredFile, ...] = ()
     kept: tuple[Path, ...] = ()
     left_out: list[str] = field(default_factory=list)
@@ -95,7 +97,8 @@ class Source:
 
     def without_optimizer(self) -> Source:
         """The weights alone, as the first step of a new run."""
-        return replace(self, specs=self.weights, groups=[], numbers={}, user={}, engine={}, step=0, num_steps=0)
+        nothing: dict[str, Any] = {"groups": [], "numbers": {}, "user": {}, "engine": {}, "optimizer": ""}
+        return replace(self, specs=self.weights, step=0, num_steps=0, **nothing)
 
 
 def stored_files(folder: Path) -> tuple[StoredFile, ...]:

@@ -15,30 +15,13 @@ from typing import Any
 
 import torch
 
+from shardwise.birth.heads import DTYPES
 from shardwise.errors import CheckpointError
 from shardwise.formats.source import Spec
 
 Tensor = torch.Tensor
 
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsFile:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,8 @@ from shardwise.launch.port import ADDRESS
 from shardwise.launch.ranks import POLL_SECONDS, Ranks
 from shardwise.launch.signals import SignalLog
 from shardwise.launch.store import LauncherStore
+
+_LOOK_SECONDS = 0.25
 
 
 class Stopped(Exception):  # noqa: N818 nothing went wrong: somebody asked the job to end
@@ -74,6 +77,7 @@ class Agent(SimpleElasticAgent):
         self._on_restart = on_restart
         self._ranks = Ranks()
         self._echo = Echo([])
+        self._next_look = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # noqa: ARG002
         if self._signals.received:
@@ -117,11 +121,18 @@ class Agent(SimpleElasticAgent):
             self._end(signal.SIGTERM, hurry=lambda: bool(self._signals.received))
             return RunResult(state=WorkerState.FAILED)
         if any_alive:
+            self._look_at_meeting()
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(
             state=WorkerState.SUCCEEDED,
             return_values={worker.global_rank: None for worker in worker_group.workers},
         )
+
+    def _look_at_meeting(self) -> None:
+        """Ranks that have not met yet watch nobody; who ends before is known here alone."""
+        if time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+            self._launcher_store.cancel_meeting(self.attempt, *self._ranks.ended_and_living())
 
     def _pass_on(self, received: signal.Signals) -> None:
         # a closed terminal is a request to end; only SIGINT and SIGTERM mean that to a script

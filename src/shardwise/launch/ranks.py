@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ class _Rank:
     error_file: Path
     last_alive: float
     sent: signal.Signals | None = None
+    sent_at: float = math.inf
 
     @property
     def alive(self) -> bool:
@@ -86,11 +88,16 @@ class Ranks:
         before = time.time() - patience_seconds
         return any(rank.alive and _recorded_before(rank.error_file, before) for rank in self._ranks)
 
+    def ended_and_living(self) -> tuple[list[int], list[int]]:
+        """The ranks that have ended well, and those that live."""
+        codes = {number: rank.process.poll() for number, rank in enumerate(self._ranks)}
+        return [n for n, code in codes.items() if code == 0], [n for n, code in codes.items() if code is None]
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to each living rank; not to its children, which it may need in order to end well."""
         for rank in self._ranks:
             if rank.alive:
-                rank.sent = number
+                rank.sent, rank.sent_at = number, min(rank.sent_at, time.time())
                 rank.process.send_signal(number)
 
     def wait(self, seconds: float, hurry: Callable[[], bool]) -> None:
@@ -106,7 +113,7 @@ class Ranks:
         """
         living = [rank for rank in self._ranks if rank.alive]
         for rank in living:
-            rank.sent = signal.SIGKILL
+            rank.sent, rank.sent_at = signal.SIGKILL, min(rank.sent_at, time.time())
             _kill_session(rank.process.pid)
         for rank in living:
             rank.process.wait()
@@ -121,7 +128,7 @@ class Ranks:
     def outcomes(self) -> list[Outcome]:
         """What became of each rank; all must have ended."""
         return [
-            read_outcome(number, rank.process.wait(), rank.sent, rank.last_alive, rank.error_file)
+            read_outcome(number, rank.process.wait(), rank.sent, rank.last_alive, rank.error_file, rank.sent_at)
             for number, rank in enumerate(self._ranks)
         ]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwise.launch.outcome import Outcome, first_failure
 
+_INTERRUPT = "KeyboardInterrupt"
 _HINTS = {
     "SIGKILL": " (out of memory? `dmesg` tells whether the kernel did it)",
     "SIGBUS": " (shared memory full? look at `df /dev/shm`)",
@@ -23,7 +24,10 @@ def letter(outcomes: list[Outcome], logs: Path | None = None) -> str:
     if first is None:
         return "the job did not finish, and no rank says why."
     code = f", with exit code {first.status}" if first.raised else ""
-    parts = [f"rank {first.rank} of {len(outcomes)} failed first{code}: it {_manner(first)}."]
+    if first.ended_early:
+        parts = [f"rank {first.rank} of {len(outcomes)} ended early: its script was over, and the others needed it."]
+    else:
+        parts = [f"rank {first.rank} of {len(outcomes)} failed first{code}: it {_manner(first)}."]
     if first.last_words and not first.raised:
         parts.append(f"Last it said: {first.last_words}.")
     if first.traceback.strip():
@@ -41,7 +45,8 @@ def restart_line(outcomes: list[Outcome], attempt: int, max_restarts: int) -> st
     first = first_failure(outcomes)
     if first is None:
         return f"the ranks failed; attempt {attempt} of {max_restarts} begins."
-    why = f"rank {first.rank} of {len(outcomes)} {_manner(first)}"
+    manner = "ended early, and the others needed it" if first.ended_early else _manner(first)
+    why = f"rank {first.rank} of {len(outcomes)} {manner}"
     return f"{why}; restart {attempt} of {max_restarts} begins."
 
 
@@ -59,10 +64,13 @@ def stop_line(outcomes: list[Outcome], received: signal.Signals, num_killed: int
 def _manner(outcome: Outcome) -> str:
     """How a rank failed: 'raised ValueError: ... (exit code 1)', 'was killed by SIGKILL (...)'."""
     if outcome.raised:
-        return f"raised {_first_line(outcome.summary)}"
+        return f"raised {_headline(outcome.summary)}"
+    if outcome.wanted is not None:
+        is_interrupt = outcome.summary.startswith(_INTERRUPT)
+        return "was interrupted by SIGINT" if is_interrupt else f"ended with exit code {outcome.wanted}"
     if outcome.exit_code < 0:
         name = _name(-outcome.exit_code)
-        return f"was killed by {name}{_HINTS.get(name, '')}"
+        return f"was killed by {name}{'' if outcome.sent is not None else _HINTS.get(name, '')}"
     return f"ended with exit code {outcome.exit_code}"
 
 
@@ -99,8 +107,12 @@ def _fate(outcome: Outcome) -> str:
     return f"ended with exit code {outcome.exit_code} after the launcher's {sent}"
 
 
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0].rstrip(".")
+def _headline(summary: str) -> str:
+    """The first line of an exception's text; of a syntax error, where that has the file, the last and the place."""
+    lines = summary.strip().splitlines() or [""]
+    if lines[0].startswith('File "') and len(lines) > 1:
+        return f"{lines[-1].rstrip('.')} ({lines[0].strip()})"
+    return lines[0].rstrip(".")
 
 
 def _name(number: int) -> str:

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from shardwise.comm import last_words
+from shardwise.comm import Meeting, last_words
 from shardwise.launch.port import ADDRESS
 
 
@@ -57,6 +57,11 @@ class LauncherStore(RendezvousHandler):
             return last_words(self._store, rank, f"attempt-{attempt}")
         except RuntimeError:
             return ""
+
+    def cancel_meeting(self, attempt: int, ended: list[int], living: list[int]) -> None:
+        """Tell `living` ranks that wait in `World.join` for one that has `ended`."""
+        if ended and living:
+            Meeting(self._store, str(attempt)).cancel_without(ended, living)
 
     def get_backend(self) -> str:
         """A name for elastic's events."""

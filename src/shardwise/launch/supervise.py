@@ -60,7 +60,8 @@ def _report_stop(agent: Agent, received: signal.Signals, folder: Folder) -> int:
     if first_failure(outcomes) and not num_killed and not any(outcome.obeyed for outcome in outcomes):
         return _report_failure(agent, folder)
     _say(stop_line(outcomes, received, num_killed))
-    return 128 + received
+    # a closed terminal reaches ranks as SIGTERM, and so it counts
+    return 128 + (signal.SIGTERM if received is signal.SIGHUP else received)
 
 
 def _say(text: str) -> None:

@@ -35,11 +35,13 @@ def main() -> None:
         sys.excepthook = _leave_it_to_the_launcher
     try:
         _run(sys.argv[1:])
-    except KeyboardInterrupt:
-        raise  # asked for, not a failure; the process ends by SIGINT
+    except KeyboardInterrupt as error:
+        _record(error_file, error, "", wanted=128 + signal.SIGINT)
+        raise  # asked for, by whomever; the process ends by SIGINT
     except SystemExit as error:
-        if error.code not in (None, 0):
-            _record(error_file, error, "")
+        code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+        if code:
+            _record(error_file, error, "", wanted=code)
         raise
     except BaseException as error:
         error.__traceback__ = _users_part(error.__traceback__)
@@ -93,16 +95,19 @@ def _record_faults(error_file: str) -> None:
         faulthandler.enable(open(f"{error_file}.fault", "w"), all_threads=False)  # noqa: SIM115 stays open
 
 
-def _record(error_file: str, error: BaseException, text: str) -> bool:
+def _record(error_file: str, error: BaseException, text: str, wanted: int | None = None) -> bool:
     """Write the exception where elastic expects it, in elastic's own layout; False if it cannot be.
 
-    Elastic counts whole seconds, and a peer's failure follows within milliseconds: `time` is exact.
+    Elastic counts whole seconds, and a peer's failure follows within milliseconds: `time` is exact. `wanted` is the
+    exit code that is to come of it; without one it is a failure, which may say itself which ranks were at fault.
     """
     if not error_file:
         return False
     now = time.time()
     summary = "".join(traceback.format_exception_only(error)).strip()
-    details = {"py_callstack": text, "timestamp": str(int(now)), "time": now}
+    is_fault = type(error).__name__ == "FaultError"  # by name: torch would have to be imported to ask otherwise
+    blames = [int(rank) for rank in getattr(error, "ranks", ())] if is_fault else []
+    details = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "wanted": wanted, "blames": blames}
     draft = Path(f"{error_file}.draft")
     try:
         draft.write_text(json.dumps({"message": {"message": summary, "extraInfo": details}}))

@@ -1,16 +1,18 @@
 """Optimizers over this rank's pieces of the parameters: any elementwise one of torch, and some of our own."""
 
 from shardwise.optim.adam import AdamW
-from shardwise.optim.adopted import AdoptedOptimizer
+from shardwise.optim.adopted import SCALAR_STATES, AdoptedOptimizer
 from shardwise.optim.company import Company
 from shardwise.optim.cooperative import Cooperative, Peers
+from shardwise.optim.hyper import hyper_digest, hyperparameters
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon, hidden_matrices
 from shardwise.optim.piece import Piece
-from shardwise.optim.probe import vet
+from shardwise.optim.probe import state_keys, vet
 
 __all__ = [
+    "SCALAR_STATES",
     "AdamW",
     "AdoptedOptimizer",
     "Company",
@@ -21,5 +23,8 @@ __all__ = [
     "Peers",
     "Piece",
     "hidden_matrices",
+    "hyper_digest",
+    "hyperparameters",
+    "state_keys",
     "vet",
 ]

@@ -7,6 +7,7 @@ group is this rank's piece (perhaps empty) of the parameter that was entry i. `o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from shardwise.optim.piece import Piece, pieces_of
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
+SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
+"""Those of torch's optimizers that are one number, whatever the parameter's shape: also for one that is a number."""
 
 
 class AdoptedOptimizer:
     """Ties an optimizer, vetted before, to the trainable flat buffers of one model.
 
     `before` and `after` are called around every step, whoever asks for it: `engine.step()` or
-    `optimizer.step()`. `forget` is what `zero_grad` means. `company` answers a cooperative optimizer.
+    `optimizer.step()`. `forget(set_to_none)` is what `zero_grad` means. `company` answers a cooperative optimizer.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class AdoptedOptimizer:
         *,
         before: Callable[[], None],
         after: Callable[[], None],
-        forget: Callable[[], None],
+        forget: Callable[[bool], None],
         company: Company,
     ) -> None:
         self.optimizer = optimizer
@@ -50,11 +53,11 @@ class AdoptedOptimizer:
         for param, entry in kept.items():
             self.put_state(by_param[param], entry)
         self._handles = [
-            optimizer.register_step_pre_hook(lambda *_: before()),
+            optimizer.register_step_pre_hook(partial(_before_step, before)),
             optimizer.register_step_post_hook(lambda *_: after()),
             optimizer.register_load_state_dict_pre_hook(lambda _, state: self._cut_state_dict(state)),
         ]
-        optimizer.zero_grad = lambda set_to_none=True: forget()  # type: ignore[method-assign]  # undone in release  # noqa: ARG005
+        optimizer.zero_grad = lambda set_to_none=True: forget(set_to_none)  # type: ignore[method-assign]  # undone in release
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]  # undone in release
 
     def offer_gradients(self) -> None:
@@ -88,7 +91,7 @@ class AdoptedOptimizer:
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Take over what `state_of` returns. Tensors of the whole parameter's shape are cut as it was."""
-        cut = {key: _cut(value, piece) for key, value in state.items()} if piece.span.numel else {}
+        cut = {key: _cut(key, value, piece) for key, value in state.items()} if piece.span.numel else {}
         if isinstance(self.optimizer, Cooperative):
             self.optimizer.accept_state(piece.tensor, cut)
         else:
@@ -106,7 +109,7 @@ class AdoptedOptimizer:
         """What `load_state_dict` is to load of a plain optimizer's whole state, or of this rank's own."""
         pieces = dict(self.numbered())
         kept = {
-            number: {key: _own(_cut(value, pieces[number]), value) for key, value in entry.items()}
+            number: {key: _own(_cut(key, value, pieces[number]), value) for key, value in entry.items()}
             for number, entry in state["state"].items()
             if number in pieces and pieces[number].span.numel
         }
@@ -160,15 +163,30 @@ class AdoptedOptimizer:
             group["params"] = [originals.get(param, param) for param in group["params"]]
 
 
+def _before_step(
+    before: Callable[[], None], optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A closure is called here, before gradients are offered: it is what makes them. The step gets its loss again."""
+    bound = dict(zip(("self", "closure"), args, strict=False)) | kwargs
+    closure = bound.get("closure")
+    if closure is None:
+        before()
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    before()
+    return (optimizer,), {**{key: value for key, value in bound.items() if key != "self"}, "closure": lambda: loss}
+
+
 def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
     return optimizer.dense_state(param) if isinstance(optimizer, Cooperative) else dict(optimizer.state[param])
 
 
-def _cut(value: Any, piece: Piece) -> Any:
+def _cut(key: str, value: Any, piece: Piece) -> Any:
     """This rank's elements of a state that has the whole parameter's shape, copied; anything else as it is."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or (value.dim() == 0 and key in SCALAR_STATES):
         return value
-    if value.dim() > 0 and tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
+    if tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
         return value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.tensor.device, copy=True)
     return value
 

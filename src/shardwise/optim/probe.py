@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.optim.cooperative import Cooperative
+from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.program import States, Update
 
 SHAPE = (4, 6)
@@ -81,29 +81,51 @@ def probed(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> States:
     return states
 
 
-def _run(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> States:
-    """A few steps of a twin of `optimizer` on `params`, with this group's settings and fixed gradients.
+def state_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool] | None:
+    """The names of the states that `optimizer` keeps for a parameter with the settings of `group`, and of each
+    whether it has the parameter's shape.
 
-    Returns what the twin then keeps for the first parameter.
+    `None` if it cannot be asked: not every setting works on a small matrix in host memory.
     """
+    param = nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float32).reshape(SHAPE))
+    try:
+        twin = _stepped(optimizer, group, [param], num_steps=1)
+    except Exception:  # whatever a foreign optimizer raises, it then says nothing of its states
+        return None
+    state = twin.dense_state(param) if isinstance(twin, Cooperative) else twin.state[param]
+    return {key: _is_like(value, param) for key, value in state.items() if value is not None}
+
+
+def _run(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> States:
+    """What a twin of `optimizer` keeps for the first of `params` after a few steps."""
+    twin = _stepped(optimizer, group, params, NUM_STEPS)
+    kept = [value for value in twin.state[params[0]].values() if _is_like(value, params[0])]
+    copies = [value for value in kept if value.dtype == params[0].dtype]
+    return States(len(copies), sum(value.itemsize for value in kept) - sum(value.itemsize for value in copies))
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter], num_steps: int
+) -> torch.optim.Optimizer:
+    """A twin of `optimizer` after some steps on `params`, with this group's settings and fixed gradients."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler may have wrapped the original's
     hooks = {key: type(value)() for key, value in optimizer.__dict__.items() if key.endswith("_hooks")}
     twin.__dict__.update(hooks)
+    if isinstance(twin, Cooperative):
+        twin.peers = Alone()
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, "params": params}]
     numbers = torch.Generator().manual_seed(0)
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         grads = torch.randn(24, generator=numbers)
         start = 0
         for param in params:
             param.grad = grads[start : start + param.numel()].reshape(param.shape).clone()
             start += param.numel()
         type(twin).step(twin)
-    kept = [value for value in twin.state[params[0]].values() if _is_like(value, params[0])]
-    copies = [value for value in kept if value.dtype == params[0].dtype]
-    return States(len(copies), sum(value.itemsize for value in kept) - sum(value.itemsize for value in copies))
+    return twin
 
 
 def _is_like(value: object, param: torch.Tensor) -> bool:

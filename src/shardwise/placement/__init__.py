@@ -3,7 +3,16 @@
 from shardwise.placement.layout import Layout, Slot, Span, pack, padded_numel
 from shardwise.placement.moves import Move, MoveVerb, moves
 from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
-from shardwise.placement.presets import PRESETS, Preset, mesh_for, preset, resident_table, ruled_tables, table_for
+from shardwise.placement.presets import (
+    PRESETS,
+    Preset,
+    mesh_for,
+    preset,
+    resident_table,
+    ruled_tables,
+    table_for,
+    takes_local_size,
+)
 from shardwise.placement.table import Table
 
 __all__ = [
@@ -30,4 +39,5 @@ __all__ = [
     "resident_table",
     "ruled_tables",
     "table_for",
+    "takes_local_size",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwise.config import PlaceEdit, Plan, Rows, Rule
-from shardwise.errors import PlacementError, nearest
+from shardwise.errors import ConfigError, PlacementError, nearest
 from shardwise.mesh import Mesh
 from shardwise.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.placement.table import Table
@@ -45,6 +45,15 @@ DP, TWO = ("dp",), ("node", "local")
 COPY, SHARD, PARTIAL = Place(), Place(shard=DP), Place(partial=DP)
 LOCAL, BOTH = Place(shard=("local",)), Place(shard=TWO)
 
+MODEL_AXES = {
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "sp": "sequence parallelism",
+    "ep": "expert parallelism",
+    "cp": "context parallelism",
+}
+"""What everybody takes these names for. Over any other axis a plan shards or copies, and ranks have own batches."""
+
 PRESETS = {
     #                    axes  param  held   grad     optim
     "ddp": Preset(DP, COPY, COPY, COPY, COPY, "PyTorch DDP (arXiv:2006.15704), Horovod (arXiv:1802.05799)"),
@@ -64,14 +73,35 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def mesh_for(plan: Plan, world_size: int) -> Mesh:
-    """The mesh that `plan` asks for, over `world_size` ranks.
+def takes_local_size(plan: Plan) -> bool:
+    """Whether the mesh of `plan` follows from how many ranks a host has."""
+    return plan.mesh is None and plan.preset in PRESETS and len(PRESETS[plan.preset].axes) > 1
 
-    Without a mesh in the plan a one-axis preset takes all ranks; a two-axis preset takes them all on
-    its inner axis (one node).
+
+def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh:
+    """The mesh that `plan` asks for, over `world_size` ranks, `local_size` of them on each host (default: all).
+
+    Without a mesh in the plan a one-axis preset takes all ranks, and a two-axis preset those of a host on its inner
+    axis. Raises `ConfigError` for a mesh that this world cannot have, or that names an axis of another parallelism.
     """
     axes = preset(plan.preset).axes
-    sizes = plan.mesh or dict.fromkeys(axes[:-1], 1) | {axes[-1]: -1}
+    if plan.mesh is None and len(axes) > 1:
+        local = world_size if local_size is None else local_size
+        if local < 1 or world_size % local:
+            why = f"but {local} does not divide the world's {world_size}" if local else "which is not set"
+            raise ConfigError(
+                f"Preset {plan.preset!r} without a mesh takes the ranks of one host for its axis {axes[-1]!r}: "
+                f"LOCAL_WORLD_SIZE, {why}. Give the plan a mesh, such as "
+                f"{{{axes[0]}: {world_size}, {axes[-1]}: 1}}."
+            )
+        return Mesh.of({axes[0]: -1, **dict.fromkeys(axes[1:-1], 1), axes[-1]: local}, world_size)
+    sizes = plan.mesh or {axes[-1]: -1}
+    for axis in sizes:
+        if axis in MODEL_AXES and sizes[axis] != 1:
+            raise ConfigError(
+                f"The plan's mesh has the axis {axis!r}, which means {MODEL_AXES[axis]}. This version has none, and "
+                f"would only shard over it. Leave {axis!r} out, or give an axis over which to shard another name."
+            )
     return Mesh.of(sizes, world_size)
 
 

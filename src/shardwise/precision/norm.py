@@ -32,5 +32,28 @@ def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes],
     return float(sum(_told(sum(powers), exchange)) ** (1 / norm_type))
 
 
+def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:
+    """The `norm_type`-norm of each parameter's gradient, in the order of `flats` and their parameters. All ranks call.
+
+    Zero for a parameter without a gradient.
+    """
+    is_largest = math.isinf(norm_type)
+    if not norm_type > 0:
+        raise ConfigError(f"A norm of type {norm_type} cannot be summed over ranks; give a positive one, or inf.")
+    mine = []
+    for flat in flats:
+        for index in range(len(flat.slots)):
+            piece = flat.due_piece(index) if flat.touched[index] else None
+            if piece is None or not piece.numel():
+                mine.append(0.0)
+                continue
+            norm = float(torch.linalg.vector_norm(piece.double(), norm_type))
+            mine.append(norm if is_largest else norm**norm_type / num_copies(flat))
+    told = [struct.unpack(f"<{len(mine)}d", message) for message in exchange(struct.pack(f"<{len(mine)}d", *mine))]
+    if is_largest:
+        return [math.nan if any(map(math.isnan, every)) else max(every) for every in zip(*told, strict=True)]
+    return [sum(every) ** (1 / norm_type) for every in zip(*told, strict=True)]
+
+
 def _told(value: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:
     return [struct.unpack("<d", message)[0] for message in exchange(struct.pack("<d", value))]

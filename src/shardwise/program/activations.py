@@ -28,6 +28,8 @@ class Activations:
 
     marks: tuple[Mark, ...]
     process_bytes: int = 0
+    on_cpu: bool = True
+    """Whether they lie on the CPU, where gradients that are sent may do so from blocks that are kept."""
 
     @property
     def trace(self) -> Trace:

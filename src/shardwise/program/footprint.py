@@ -77,7 +77,7 @@ def footprint(
     optim = sum(_optim_bytes(flat, states_per_param, coordinate) for flat in flats if flat.trainable)
     grad = sum(flat.grad_bytes for flat in flats if flat.trainable)
     clock = _Walk({flat.name: flat for flat in flats}, coordinate)
-    clock.kept = _kept_bytes(flats) if activations is not None else 0
+    clock.kept = _kept_bytes(flats) if activations is not None and activations.on_cpu else 0
     marks = _marks(micro_batch, activations)
     for _ in range(min(2, num_micro_batches)):  # all later ones hold what the second holds
         for block, mark in zip(micro_batch, marks, strict=True):
@@ -93,7 +93,7 @@ def footprint(
 
 
 def _kept_bytes(flats: Sequence[FlatSpec]) -> int:
-    """What ranks of one host keep for gradients that are sent; a promise does not depend on where ranks run.
+    """What ranks of one host keep on the CPU for gradients that are sent; promises do not depend on where ranks run.
 
     Where parameters come and go nothing is kept through a forward.
     """

@@ -74,7 +74,8 @@ def rehearse(
                 raise letter(error, model) from error
             if not stage.is_wiser:
                 break
-    return Activations(tuple(stage.marks), PROCESS_BYTES if device.type == "cpu" else 0)
+    on_cpu = device.type == "cpu"
+    return Activations(tuple(stage.marks), PROCESS_BYTES if on_cpu else 0, on_cpu)
 
 
 def loss_in(output: Any) -> torch.Tensor:
@@ -168,6 +169,9 @@ class _Stage:
         for flat in unit.flats:
             flat.drop_gradients()
         self._mark(Moment("after", "backward", unit.name))
+
+    def await_graph(self, unit: Unit) -> None:
+        """A rehearsal makes no graph in its backward."""
 
     def end_of_backward(self) -> None:
         for unit in self._twin.units:

@@ -1,49 +1,197 @@
-"""Buffers that a forward changes (running statistics): after each step all ranks take rank 0's."""
+"""Buffers that a forward changes (running statistics): after each step all ranks take rank 0's.
+
+[Note: which buffers change] Nobody says it, and it may begin at any time: a batch norm that is unfrozen, a statistic
+that is assigned anew. So before each verdict a rank compares its buffers with what they were when the ranks last
+agreed, by object and by bytes; version counters would not do, because batch norm and `.data` write without them.
+Buffers that are known to change are not compared, they are sent. What is new on any rank is told with the verdict,
+which travels anyway, and only then do the ranks exchange names and shapes.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
 from shardwise.comm import World
+from shardwise.errors import ModelError
+from shardwise.storage import copy_into, is_dense
+
+Tensor = torch.Tensor
+Layout = tuple[torch.Size, torch.dtype]
+
+_EXACT_BYTES = 64 << 10
+"""Up to this a buffer is compared with a copy, beyond with sums, which take no memory to speak of."""
+_WORDS = 1024
+"""In a row of what is summed, 8 bytes each."""
 
 
 class BufferSync:
-    """Learns in the first step which buffers change, on any rank, and from then on keeps them the same."""
+    """Finds out which buffers change on any rank, and from then on keeps them the same."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world = world
-        self._buffers = dict(model.named_buffers())
-        # Kept until the first step. Version counters would do, but batch norm changes its statistics without them.
-        self._before = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
-        self._changed: list[torch.Tensor] | None = None
+        self._owners = {f"{name}." if name else "": module._buffers for name, module in model.named_modules()}
+        self._shared: dict[str, Layout] = {}
+        """The buffers that are kept the same, and what they are on rank 0."""
+        self._watch = _Watch(self._present())
 
-    @property
-    def is_learnt(self) -> bool:
-        return self._changed is not None
+    def has_news(self) -> bool:
+        """Whether on this rank a buffer has changed that is not kept the same, or one that is has another shape."""
+        present = self._present()
+        if not self._shared.keys() <= present.keys():
+            return True
+        for name, buffer in present.items():
+            layout = self._shared.get(name)
+            is_as_known = self._watch.knows(name, buffer) if layout is None else _layout(buffer) == layout
+            if not is_as_known:
+                return True
+        return self._watch.has_seen_change()
 
     def learn(self) -> int:
         """Settle which buffers are kept the same; returns the bytes that a step sends for it. All ranks call."""
-        mine = [name for name, buffer in self._buffers.items() if not torch.equal(buffer, self._before[name])]
-        self._before.clear()
-        said = self._world.exchange(json.dumps(mine).encode()) if self._buffers else []
-        names = sorted({name for message in said for name in json.loads(message)})
-        self._changed = [self._buffers[name] for name in names]
-        return sum(buffer.nbytes for buffer in self._changed)
+        said = [json.loads(one) for one in self._world.exchange(json.dumps(self._changes()).encode())]
+        changed = {name for one in said for name in one["changed"]} | self._shared.keys()
+        on_rank_0 = said[0]["layouts"]
+        for name in sorted(changed & on_rank_0.keys()):
+            shape, dtype, is_dense = on_rank_0[name]
+            if not is_dense:
+                raise ModelError(
+                    f"The buffer {name} has changed, and one that is sparse or quantized cannot be kept the same on "
+                    "all ranks. Make it a dense tensor, or let each rank have its own: sync_buffers: false."
+                )
+            self._shared[name] = torch.Size(shape), getattr(torch, dtype)
+        self._shared = {name: layout for name, layout in sorted(self._shared.items()) if name in on_rank_0}
+        present = self._present()
+        for name, layout in self._shared.items():
+            if name not in present or _layout(present[name]) != layout:
+                self._put(name, torch.empty(layout[0], dtype=layout[1], device=self._device(present, name)))
+        present = self._present()
+        self._watch = _Watch({name: one for name, one in present.items() if name not in self._shared})
+        return sum(present[name].nbytes for name in self._shared)
 
     def share(self) -> None:
         """Give everybody rank 0's values, all buffers of a dtype in one message. All ranks call."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in self._changed or ():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            together = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+        for name in self._shared:
+            prefix, key = _split(name)
+            buffer = self._owners[prefix][key]
+            assert buffer is not None  # or there would have been news
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append((name, buffer))
+        for named in by_kind.values():
+            together = torch.cat([buffer.detach().reshape(-1) for _, buffer in named])
             self._world.collectives(together.device).broadcast(together, 0, self._world.everybody).wait()
             if self._world.rank == 0:
                 continue
             start = 0
-            for buffer in buffers:
-                buffer.detach().copy_(together[start : start + buffer.numel()].view(buffer.shape))
+            for name, buffer in named:
+                values = together[start : start + buffer.numel()].view(buffer.shape)
+                if buffer.is_inference():  # may not be written to
+                    self._put(name, values.clone())
+                else:
+                    copy_into(buffer.detach(), values)
                 start += buffer.numel()
+
+    def _present(self) -> dict[str, Tensor]:
+        """Every buffer that is there, once, by its first name."""
+        seen: set[int] = set()
+        present: dict[str, Tensor] = {}
+        for prefix, buffers in self._owners.items():
+            for key, buffer in buffers.items():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    present[prefix + key] = buffer
+        return present
+
+    def _changes(self) -> dict[str, object]:
+        """What this rank says: which buffers are not what they were, and what each is."""
+        present = self._present()
+        others = {name for name, one in present.items() if not self._watch.knows(name, one)}
+        changed = (self._watch.changed() | others) - self._shared.keys()
+        return {
+            "changed": sorted(changed),
+            "layouts": {
+                name: (tuple(one.shape), str(one.dtype).removeprefix("torch."), is_dense(one))
+                for name, one in present.items()
+            },
+        }
+
+    def _put(self, name: str, buffer: Tensor) -> None:
+        prefix, key = _split(name)
+        if prefix not in self._owners:
+            raise ModelError(f"Rank 0 has a buffer {name}, but this rank has no module for it; build the same on all.")
+        self._owners[prefix][key] = buffer
+
+    def _device(self, present: Mapping[str, Tensor], name: str) -> torch.device:
+        if name in present:
+            return present[name].device
+        return next((one.device for one in present.values()), torch.device("cpu"))
+
+
+class _Watch:
+    """Some buffers as they were: which objects, and what bytes."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self._buffers = dict(buffers)
+        dense = {name: one for name, one in buffers.items() if is_dense(one)}
+        self._addresses = {name: one.data_ptr() for name, one in dense.items()}
+        self._bytes: dict[torch.device, dict[str, Tensor]] = {}
+        for name, one in dense.items():
+            self._bytes.setdefault(one.device, {})[name] = _bytes(one)
+        self._seen = {device: _digest(views.values()) for device, views in self._bytes.items()}
+
+    def knows(self, name: str, buffer: Tensor) -> bool:
+        """Whether it is the same object with the same memory."""
+        if self._buffers.get(name) is not buffer:
+            return False
+        return name not in self._addresses or self._addresses[name] == buffer.data_ptr()
+
+    def has_seen_change(self) -> bool:
+        return any(not torch.equal(self._seen[on], _digest(views.values())) for on, views in self._bytes.items())
+
+    def changed(self) -> set[str]:
+        """The names of those whose bytes are others now."""
+        found: set[str] = set()
+        for device, views in self._bytes.items():
+            start = 0
+            for name, view in views.items():
+                now = _digest([view])
+                if not torch.equal(now, self._seen[device][start : start + now.numel()]):
+                    found.add(name)
+                start += now.numel()
+        return found
+
+
+def _digest(views: Iterable[Tensor]) -> Tensor:
+    """Bytes by which to tell a change: those of small buffers themselves, of large ones sums by rows and columns."""
+    parts: list[Tensor] = []
+    for view in views:
+        rows = view.numel() // (8 * _WORDS) if view.numel() > _EXACT_BYTES else 0
+        if rows:
+            whole = view[: rows * 8 * _WORDS]
+            if whole.storage_offset() % 8:
+                whole = whole.clone()
+            words = whole.view(torch.int64).view(rows, _WORDS)
+            parts += [words.sum(0).view(torch.uint8), words.sum(1).view(torch.uint8)]
+        parts.append(view[rows * 8 * _WORDS :])
+    return torch.cat(parts)
+
+
+def _bytes(buffer: Tensor) -> Tensor:
+    """Its memory as bytes; what lies between its elements too, since a copy of them would not change with it."""
+    one = buffer.detach()
+    if not one.is_contiguous():
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+        one = one.as_strided((extent if one.numel() else 0,), (1,))
+    return one.reshape(-1).view(torch.uint8)
+
+
+def _layout(buffer: Tensor) -> Layout:
+    return buffer.shape, buffer.dtype
+
+
+def _split(name: str) -> tuple[str, str]:
+    prefix, dot, key = name.rpartition(".")
+    return prefix + dot, key

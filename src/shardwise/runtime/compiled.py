@@ -12,17 +12,23 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, nearest
 from shardwise.storage import Unit
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise `ConfigError` for a backend that torch.compile does not know; none at all is fine. Changes nothing."""
+    if backend is None:
+        return
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(f"compile is {backend!r}, which torch.compile does not know. {nearest(backend, known)}")
 
 
 class CompiledUnits:
     """The compiled forwards of all units that are modules below the root. `remove` puts the originals back."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], backend: str) -> None:
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
-            raise ConfigError(f"compile is {backend!r}, which torch.compile does not know. Known: {', '.join(known)}.")
         self._backend = backend
         sites = dict.fromkeys(site for unit in units for site in unit.sites if site is not model)
         inside = {inner for site in sites for inner in site.modules() if inner is not site}

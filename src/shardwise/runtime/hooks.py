@@ -9,6 +9,10 @@ The only module that registers hooks. What it reports, per unit:
   parameters, also the gradients of its inputs have gone out: until then frozen ones are still read.
   Where some parameters were found to get no gradient, those of the inputs alone decide;
 - `end_of_backward`, when autograd is through.
+
+[Note: calls] Several forwards may wait for their backwards, and one graph may be sent back several times. So what a
+unit's backward waits for is known by the call: its inputs count from the moment a gradient of its own outputs comes,
+and anew in each backward.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -42,7 +47,25 @@ class Listener(Protocol):
     def after_forward(self, unit: Unit, *, opaque: bool) -> None: ...
     def before_backward(self, unit: Unit) -> None: ...
     def after_backward(self, unit: Unit) -> None: ...
+    def await_graph(self, unit: Unit) -> None: ...
     def end_of_backward(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Call:
+    """One forward of a unit, and how many of its inputs' gradients still have to go out; see [Note: calls]."""
+
+    num_inputs: int = 0
+    num_left: int = 0
+    backward: int = -1
+    """The backward that `num_left` is of, by autograd's number."""
+    leaves: list[Node] = field(default_factory=list)
+    """Nodes of inputs that are leaves: nobody else keeps them until the leaf is used."""
+
+    def join(self, backward: int) -> None:
+        """Something of this call takes part in `backward`."""
+        if self.backward != backward:
+            self.backward, self.num_left = backward, self.num_inputs
 
 
 @dataclass
@@ -50,14 +73,12 @@ class _Use:
     """How often a unit is open in forward, and what its backward still waits for."""
 
     depth: int = 0
-    inputs_out: int = 0
-    watches_inputs: bool = False
-    leaves: list[Node] = field(default_factory=list)
-    """Nodes of inputs that are leaves: nobody else keeps them until the leaf is used."""
-
-    def forget_inputs(self) -> None:
-        self.inputs_out, self.watches_inputs = 0, False
-        self.leaves.clear()
+    call: _Call | None = None
+    """The forward that is running, if its inputs are watched."""
+    recomputed: list[_Call | None] = field(default_factory=list)
+    """Likewise of the forwards that run inside a backward, the innermost last."""
+    sent_back: set[_Call] = field(default_factory=set)
+    """The calls whose gradients have come in the backward that runs."""
 
 
 class Hooks:
@@ -90,6 +111,8 @@ class Hooks:
             self._after(unit, use, output, open_backward)
 
         def open_backward(_: object) -> None:
+            if torch.is_grad_enabled():  # backward(create_graph=True); a forward that is recomputed does not come here
+                self._listener.await_graph(unit)
             self._open_backward(unit)
 
         use.depth += num_running
@@ -119,12 +142,17 @@ class Hooks:
     # -- forward ----------------------------------------------------------------------------------------
 
     def _enter_root(self, _: nn.Module, args: object) -> None:  # noqa: ARG002
-        if not _in_backward():
+        if not in_backward():
             self._listener.enter_root()
 
     def _leave_root(self, _: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
-        if not _in_backward():
+        if not in_backward():
             self._listener.leave_root(raised=_is_unwinding(output))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some unit is computing its forward."""
+        return any(use.depth for use in self._uses.values())
 
     @property
     def is_cut_short(self) -> bool:
@@ -132,49 +160,82 @@ class Hooks:
         return self._awaits_end
 
     def _before(self, unit: Unit, use: _Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _in_backward():
+        if in_backward():
             self._open_backward(unit)
+            use.recomputed.append(self._watch_inputs(unit, (args, kwargs)))
             return
         use.depth += 1
-        if use.depth > 1:
-            return
-        self._listener.before_forward(unit)
-        if (unit.has_frozen or unit.name in self._inputs_decide) and torch.is_grad_enabled():
-            self._watch_inputs(unit, use, (args, kwargs))
+        if use.depth == 1:
+            self._listener.before_forward(unit)
+            use.call = self._watch_inputs(unit, (args, kwargs))
 
     def _after(self, unit: Unit, use: _Use, output: object, open_backward: Prehook) -> None:
-        if _in_backward():
-            _watch_outputs(output, open_backward)
+        if in_backward():
+            call = use.recomputed.pop() if use.recomputed else None
+            _watch_outputs(output, self._opening(unit, use, call, open_backward))
             return
         use.depth -= 1
-        if use.depth == 0 and not _is_unwinding(output):
-            opaque = torch.is_grad_enabled() and not _watch_outputs(output, open_backward)
-            self._listener.after_forward(unit, opaque=opaque)
+        if use.depth > 0:
+            return
+        call, use.call = use.call, None
+        if _is_unwinding(output):
+            return
+        opening = self._opening(unit, use, call, open_backward)
+        opaque = torch.is_grad_enabled() and not _watch_outputs(output, opening)
+        if opaque and call is not None:  # nothing will tell when its backward begins
+            call.num_left = call.num_inputs
+            use.sent_back.add(call)
+        self._listener.after_forward(unit, opaque=opaque)
 
     # -- backward ---------------------------------------------------------------------------------------
 
-    def _watch_inputs(self, unit: Unit, use: _Use, inputs: object) -> None:
-        """See the gradients of `inputs` go out, also those of a leaf (an embedding's output under adapters)."""
+    def _watch_inputs(self, unit: Unit, inputs: object) -> _Call | None:
+        """See the gradients of `inputs` go out, also those of a leaf (an embedding's output under adapters), if the
+        end of the unit's backward depends on it."""
+        if not (unit.has_frozen or unit.name in self._inputs_decide) or not torch.is_grad_enabled():
+            return None
         tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         nodes = {get_gradient_edge(tensor).node for tensor in tensors}
-        use.leaves += [get_gradient_edge(tensor).node for tensor in tensors if tensor.is_leaf]
+        leaves = [get_gradient_edge(tensor).node for tensor in tensors if tensor.is_leaf]
+        call = _Call(num_inputs=len(nodes), leaves=leaves)
 
         def gone_out(_: object) -> None:
-            use.inputs_out -= 1
+            call.join(_graph_task_id())
+            call.num_left -= 1
             self._close_backward(unit)
 
-        use.inputs_out += len(nodes)
-        use.watches_inputs |= bool(nodes)
         for node in nodes:
             node.register_prehook(gone_out)
+        return call
+
+    def _opening(self, unit: Unit, use: _Use, call: _Call | None, open_backward: Prehook) -> Prehook:
+        """What is to happen when a gradient of an output comes, at the end of the forward."""
+        if call is None:
+            return open_backward
+        call.leaves.clear()
+        return partial(self._send_back, unit, use, call)
+
+    def _send_back(self, unit: Unit, use: _Use, call: _Call, _: object) -> None:
+        """A gradient of an output of `call` is about to be used."""
+        call.join(_graph_task_id())
+        use.sent_back.add(call)
+        self._open_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
         for index, param in enumerate(flat.params):
 
             def arrived(param: Tensor, index: int = index) -> None:
-                grad = param.grad
+                with torch._C.DisableTorchFunctionSubclass():
+                    grad = param.grad
+                    param.grad = None
                 if grad is None:
                     return
+                if grad.requires_grad:
+                    raise ModelError(
+                        f"backward(create_graph=True) would leave a gradient of {flat.slots[index].name} that is part "
+                        f"of a graph, but gradients are summed over ranks outside of it. Use torch.autograd.grad(..., "
+                        f"create_graph=True) for what is differentiated again, and a plain backward() for the rest."
+                    )
                 if grad.is_sparse:
                     raise ModelError(
                         f"The gradient of {flat.slots[index].name} is sparse; build the embedding with sparse=False."
@@ -182,7 +243,6 @@ class Hooks:
                 if not self._awaits_end:
                     self._await_end()
                 flat.arrive(index, grad)
-                param.grad = None
                 if flat.complete():
                     self._close_backward(unit)
 
@@ -197,9 +257,10 @@ class Hooks:
     def _close_backward(self, unit: Unit) -> None:
         use = self._uses[unit.name]
         have_all = all(flat.complete() for flat in unit.flats if flat.spec.trainable)
-        inputs_decide = unit.name in self._inputs_decide and use.watches_inputs
-        if use.inputs_out <= 0 and (have_all or inputs_decide):
-            use.watches_inputs = False
+        waits = any(call.num_left > 0 for call in use.sent_back)
+        inputs_decide = unit.name in self._inputs_decide and any(call.num_inputs for call in use.sent_back)
+        if not waits and (have_all or inputs_decide):
+            use.sent_back.clear()
             for flat in unit.flats:
                 flat.expect_all()
             self._listener.after_backward(unit)
@@ -211,7 +272,7 @@ class Hooks:
     def _end(self) -> None:
         self._awaits_end = False
         for use in self._uses.values():
-            use.forget_inputs()
+            use.sent_back.clear()
         for unit in self._units:
             for flat in unit.flats:
                 flat.expect_all()
@@ -225,10 +286,12 @@ class Hooks:
                 flat.expect_all()
         for use in self._uses.values():
             use.depth = 0
-            use.forget_inputs()
+            use.call = None
+            use.recomputed.clear()
+            use.sent_back.clear()
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether autograd is calling us: a forward is being recomputed."""
     return _graph_task_id() != -1
 

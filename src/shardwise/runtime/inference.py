@@ -71,6 +71,7 @@ class Inference:
     def release(self, unit: Unit) -> None:
         """`unit` has computed."""
         if unit.name not in self._kept:
+            unit.rest()
             for flat in unit.flats:
                 flat.free_full()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Collectives, Group, Work
+from shardwise.comm import Collectives, Group, Work, sum_small
 from shardwise.errors import CommError
 from shardwise.placement import Axes, Span
 from shardwise.program import Action, reduce_due, step_gradients
@@ -117,13 +117,6 @@ class Mover:
                 self._journal.subject = self._name
                 self._collectives.all_gather(self._spanned(whole, shard), self._groups[axis]).wait()
 
-    def broadcast_full(self) -> None:
-        """Give all ranks rank 0's whole buffer: along each axis from the ranks that have it; blocks."""
-        for axis in self.flat.spec.table.axes:
-            group = self._groups[axis]
-            self._journal.subject = self._name
-            self._collectives.broadcast(self.flat.full, group.ranks[0], group).wait()
-
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank of this buffer's axes."""
         for axis in self.flat.spec.table.axes:
@@ -140,6 +133,20 @@ class Mover:
         return known
 
     # -- gradients --------------------------------------------------------------------------------------
+
+    def mean_over_ranks(self, values: Tensor) -> Tensor:
+        """The mean of every rank's `values`, one-dimensional and of one length and dtype; blocks. All ranks call."""
+        for axis in self.flat.spec.table.axes:
+            self._journal.subject = self._name
+            values = sum_small(values, self._collectives, self._groups[axis]) / len(self._groups[axis].ranks)
+        return values
+
+    def broadcast(self, values: Tensor) -> None:
+        """Give all ranks rank 0's `values`, one-dimensional and contiguous, in place; blocks. All ranks call."""
+        for axis in self.flat.spec.table.axes if values.numel() else ():
+            group = self._groups[axis]
+            self._journal.subject = self._name
+            self._collectives.broadcast(values, group.ranks[0], group).wait()
 
     def reduce(self, action: Action, *, in_step: bool) -> None:
         """Start the next step of this buffer's reduction, or cast or slice what it has come to."""

@@ -43,12 +43,16 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        for tensor in () if self._is_paused else _tensors((args, kwargs)):
-            found = self._units.get(tensor.untyped_storage()._cdata)
-            if found is not None and found[1].state in (FullState.ABSENT, FullState.FLYING):
-                with self.paused():
-                    self._gather(found[0])
+        for unit in () if self._is_paused else self._missing((args, kwargs)):
+            with self.paused():
+                self._gather(unit)
         return func(*args, **(kwargs or {}))
+
+    def _missing(self, values: object) -> list[Unit]:
+        """The units that tensors among `values` read and that are not there."""
+        with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would not tell where they are
+            found = [self._units.get(tensor.untyped_storage()._cdata) for tensor in _tensors(values)]
+        return [one[0] for one in found if one is not None and one[1].state in (FullState.ABSENT, FullState.FLYING)]
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

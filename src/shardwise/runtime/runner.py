@@ -41,7 +41,7 @@ from shardwise.program import (
 )
 from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.executor import BoundBlock, Executor
-from shardwise.runtime.hooks import Hooks
+from shardwise.runtime.hooks import Hooks, in_backward
 from shardwise.runtime.inference import Inference
 from shardwise.runtime.reach import Callers, Reach
 from shardwise.runtime.script import LONGEST_TRACE, Script
@@ -80,9 +80,9 @@ class Runner:
         self._step = self._bound_step()
         self.reduces = True
         """Whether the passes that begin from here on reduce their gradients; not inside `no_sync`."""
-        self._trainings = {True: Script(), False: Script()}
+        self._trainings = {reduces: Script(executor.journal) for reduces in (True, False)}
         self._pass_reduces = True
-        self._evaluation = Script()
+        self._evaluation = Script(executor.journal)
         self._in_pass = False
         self._in_evaluation = False
         self._is_training_root: bool | None = None
@@ -101,6 +101,17 @@ class Runner:
         self._known_left: set[str] = set()
         """Units found to end a backward with parameters that have no gradient on some rank. The same on all ranks."""
         self._owes_reductions = False
+        self.num_backwards = 0
+        """Backwards that have ended, ever."""
+        self.num_cut_short = 0
+        """Backwards that raised, ever. What such a one has left is forgotten, and what waited beside it with it."""
+        self.cut_short_at = -1
+        """How many backwards had ended when one was cut short last; -1 if none has been since `forgive`."""
+        self.num_unscaled = 0
+        """Backwards since `forgive` that were not of a loss that `note_scaled` has been told of."""
+        self._is_scaled = False
+        self._awaited_by_graphs: set[str] = set()
+        """Flat buffers that stay whole, since a backward has made a graph (`create_graph`) that may read them."""
         self._watched = {True: False, False: False}
         self.hooks = Hooks(model, self.units, self)
         self._compiled = CompiledUnits(model, units, compile_backend) if compile_backend else None
@@ -121,8 +132,7 @@ class Runner:
     def enter_root(self) -> None:
         if self._inference is not None:
             return
-        if self.hooks.is_cut_short:
-            self.recover()
+        self.recover_if_cut_short()
         training = torch.is_grad_enabled()
         self._is_training_root = training
         if not training:
@@ -141,7 +151,7 @@ class Runner:
             return
         if raised:
             self._executor.journal.note(sys.exc_info()[1])
-            self.recover()
+            self._recover()
             return
         self._look_away()
         self._is_training_root = None
@@ -157,7 +167,7 @@ class Runner:
         moment = unit.moments.before_forward
         block = self._script(training=training).take(moment)
         self._run(block, moment, unit, training=training)
-        self._make_sure(unit)
+        self._open(unit)
         if self._timeline.is_on:
             self._timeline.begin(UNITS, f"forward {unit.name}")
 
@@ -174,6 +184,7 @@ class Runner:
         block = self._script(training=training).take(moment)
         if not (training and unit.name in self._kept):
             self._run(block, moment, unit, training=training)
+        unit.rest()
         for flat in unit.flats:
             flat.relax()  # of what stays whole until its backward: the loss comes first, when activations are most
 
@@ -181,14 +192,14 @@ class Runner:
 
     def before_backward(self, unit: Unit) -> None:
         if unit.name in self._open_backwards:
-            self._make_sure(unit)
+            self._open(unit)
             return
         if not self._in_pass:
             self._begin_pass()
         self._open_backwards.add(unit.name)
         moment = unit.moments.before_backward
         self._run(self._arrive_at(moment), moment, unit)
-        self._make_sure(unit)
+        self._open(unit)
         if self._timeline.is_on:
             self._timeline.begin(UNITS, f"backward {unit.name}")
 
@@ -214,7 +225,9 @@ class Runner:
         if not self._training.is_finished():
             self._learn()
         self._executor.journal.num_backwards += 1
-        self._in_pass = self._is_wiser = False
+        self.num_backwards += 1
+        self.num_unscaled += not self._is_scaled
+        self._in_pass = self._is_wiser = self._is_scaled = False
         for names in (self._open_backwards, self._kept, self._lasting, self._through):
             names.clear()
 
@@ -267,6 +280,11 @@ class Runner:
             if flat.state is FullState.ABSENT:
                 self._run(None, unit.moments.before_forward, unit)
 
+    def _open(self, unit: Unit) -> None:
+        """`unit` is whole, and its parameters are plain ones, while it computes."""
+        self._make_sure(unit)
+        unit.wake()
+
     # -- closings -----------------------------------------------------------------------------------------
 
     def _arrive_at(self, moment: Moment) -> BoundBlock | None:
@@ -288,6 +306,8 @@ class Runner:
         is_through = self._is_through(name)
         if not is_through:
             self.hooks.watch_inputs(self._by_name[name])
+        else:
+            self._by_name[name].rest()
         if block is not None:
             block.run(frees=is_through)
 
@@ -300,7 +320,9 @@ class Runner:
         left = [unit.name for unit in self.units if and_left and self._pass_reduces and unit.has_partial_inbox()]
         for name, is_left in self._agree(self._through, left).items():
             unit = self._by_name[name]
-            if not self._is_through(name):
+            if self._is_through(name):
+                unit.rest()
+            else:
                 self.hooks.watch_inputs(unit)
             if is_left and name not in self._known_left:
                 self._known_left.add(name)
@@ -336,14 +358,16 @@ class Runner:
         wanted = set(flats)
         for unit in self.units:
             if wanted & set(unit.flats):
-                self._make_sure(unit)
+                self._open(unit)
 
     def free_all(self) -> None:
         """Let go of everything that is whole and need not be."""
         for unit in self.units:
             for flat in unit.flats:
+                flat.rest()
                 self._executor.movers[flat.name].wait_full()
-                flat.free_full()
+                if flat.name not in self._awaited_by_graphs:
+                    flat.free_full()
                 flat.free_held()
 
     def _end_evaluation(self) -> None:
@@ -371,7 +395,7 @@ class Runner:
             raise StateError(f"engine.inference() was entered between {what}; finish that first.")
         if self._compiled is not None:  # every length would be compiled anew; training puts it back
             self._compiled.remove()
-        inference = Inference(self.units, self._make_sure, world, keep_bytes)
+        inference = Inference(self.units, self._open, world, keep_bytes)
         self._inference = inference
         failed = True
         try:
@@ -442,13 +466,10 @@ class Runner:
         self.free_all()
 
     def after_step(self) -> None:
-        """New parameters to where they rest; gradients are used up."""
+        """New parameters to where they rest."""
         self._executor.journal.num_backwards = 0
         self._executor.journal.note(None)
         self.restore_params()
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.drop_gradients()
         self._executor.rest(keeps_some=not self._gathers)
 
     def open_params(self) -> None:
@@ -471,17 +492,39 @@ class Runner:
         for commons in self._commons:
             commons.close()
 
-    def recover(self) -> None:
-        """A forward or backward raised: wait for what is on its way, let go of what is whole, forget gradients."""
+    def recover_if_cut_short(self) -> None:
+        """If a backward raised since the last event: let go of everything, and of all gradients. Not inside of one."""
+        if not self.hooks.is_cut_short:
+            return
+        self._recover()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.drop_gradients()
+        self._owes_reductions = False
+        self.num_cut_short += 1
+        self.cut_short_at = self.num_backwards
+
+    def forgive(self) -> None:
+        """Gradients were zeroed, and whatever was wrong with them is no more."""
+        self.cut_short_at = -1
+        self.num_unscaled = 0
+        if self._awaited_by_graphs:
+            self._awaited_by_graphs.clear()
+            if not self._in_pass:
+                self.free_all()
+
+    def note_scaled(self) -> None:
+        """The backward that is running is of a scaled loss."""
+        self._is_scaled = True
+
+    def _recover(self) -> None:
+        """A forward or backward raised: wait for what is on its way, and let go of what is whole."""
         self.hooks.forget()
         self._look_away()
         for mover in self._executor.movers.values():
             mover.abandon()
         self.free_all()
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.drop_gradients()
-        self._in_pass = self._in_evaluation = self._is_wiser = self._owes_reductions = False
+        self._in_pass = self._in_evaluation = self._is_wiser = self._is_scaled = False
         self._is_training_root = None
         for names in (self._open_backwards, self._kept, self._lasting, self._through):
             names.clear()
@@ -526,6 +569,47 @@ class Runner:
         self._lasting.add(unit.name)
         if all(site is not known for known in unit.sites):
             unit.sites.append(site)
-            num_running = self._callers.num_running(site) if self._callers is not None else 0
+            num_running = self._callers.num_running(site) if self._callers is not None else 1
             self.hooks.add_site(unit, site, num_running=num_running)
-        self._make_sure(unit)
+        self._open(unit)
+
+    # -- parameters that are used outside of the modules that own them --------------------------------------
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the model's forward, or a backward, is running."""
+        return self._is_training_root is not None or self._in_evaluation or self.hooks.is_open or in_backward()
+
+    def reach(self, unit: Unit) -> None:
+        """A computation reads `unit` without having called it: it is whole, and plain, until that is over."""
+        if self._inference is not None:
+            self._inference.need(unit)
+            unit.wake()
+        elif in_backward():
+            self._lasting.add(unit.name)
+            self._open(unit)
+        elif self._callers is None:
+            self._watched = {True: False, False: False}  # where it is read from is found in the next pass
+            self._is_wiser = True
+            self._kept.add(unit.name)
+            self._lasting.add(unit.name)
+            self._open(unit)
+        else:
+            self._gather_reached(unit)
+
+    @contextmanager
+    def borrowed(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Inside, `units` are whole, for whoever reads them between two computations. All ranks enter."""
+        absent = [flat for unit in units for flat in unit.flats if not flat.is_whole]
+        for unit in units:
+            self._make_sure(unit)
+        try:
+            yield
+        finally:
+            for flat in absent:
+                flat.free_full()
+
+    def await_graph(self, unit: Unit) -> None:
+        """A graph is being made by a backward, and may read `unit` in another backward: it stays whole until
+        `forgive`."""
+        self._awaited_by_graphs.update(flat.name for flat in unit.flats)

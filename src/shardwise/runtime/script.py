@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardwise.comm import Journal
 from shardwise.program import Moment
 from shardwise.runtime.executor import BoundBlock
 
@@ -16,7 +17,9 @@ class Script:
     While they do not, or while there is no program yet, moments are recorded instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal) -> None:
+        """`journal` is told how each pass goes: where ranks part, that is what explains it."""
+        self._journal = journal
         self.blocks: tuple[BoundBlock, ...] = ()
         self.trace: list[Moment] = []
         self.is_followed = False
@@ -25,6 +28,7 @@ class Script:
     def begin(self) -> None:
         """A pass starts: follow the program, if there is one."""
         self.trace = []
+        self._journal.begin_pass(self.trace)
         self._next = 0
         self.is_followed = bool(self.blocks)
 

@@ -3,6 +3,8 @@
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import Flat, FullState
 from shardwise.storage.inbox import Inbox
+from shardwise.storage.memory import is_dense
+from shardwise.storage.overlap import agrees, copy_into, may_overlap
 from shardwise.storage.rows import Row, rows_for
 from shardwise.storage.select import UnitChoice, choose_units
 from shardwise.storage.shared import share
@@ -15,8 +17,12 @@ __all__ = [
     "Row",
     "Unit",
     "UnitChoice",
+    "agrees",
     "choose_units",
+    "copy_into",
+    "is_dense",
     "make_unit",
+    "may_overlap",
     "rows_for",
     "share",
     "torch_dtype",

@@ -5,6 +5,10 @@ a gathered buffer its *storage* is resized to nothing; the next gather gives the
 Re-pointing `data` would not free anything: autograd saves views such as `weight.t()`, which keep the old
 storage alive, and which see the next gather this way.
 
+[Note: parameters at rest] Between the computations that use it, a parameter has another class, made by the package
+`tensors`: a subclass of its own, which says what an access means. So a freed parameter cannot be read by mistake,
+and while a module computes there is nothing in the way. PyTorch's lazy parameters change their class in the same way.
+
 [Note: resting in common] Where the ranks that shard a buffer have memory in common, `param` is this rank's part
 of it and `full` all of it: nothing is gathered or freed but the pages that this process maps, and parameters can be
 read at any time. What somebody writes to `full` is his own, and gone when it is freed, as with any other buffer.
@@ -97,6 +101,11 @@ class Flat:
         self._gaps = _gaps(self.slots, spec.numel)
         self.touched = [False] * len(self.slots)
         self._arrived: set[int] = set()
+
+        self._plain_types: tuple[type, ...] = ()
+        self._resting_types: tuple[type, ...] = ()
+        self.is_resting = False
+        """Whether parameters have the class that says what an access outside of a computation means."""
 
     @property
     def name(self) -> str:
@@ -226,6 +235,49 @@ class Flat:
         if self.master is not None and not self.spec.master_is_param:
             _part(self.param, self.optim_span.within(self.param_span)).copy_(self.master)
 
+    def accept_edit(self, index: int, values: Tensor) -> None:
+        """Put `values`, whole and flat, in the place of parameter `index`, wherever this rank keeps some of it.
+
+        What is the same to the precision of `values` keeps the precision in which it is kept.
+        """
+        span = self.slots[index].span
+        if self.spec.resident:
+            _part(self.full, span).copy_(values)
+        else:
+            mine = span.overlap(self.param_span)
+            _part(self.param, mine.within(self.param_span)).copy_(_part(values, mine.within(span)))
+        if self.master is not None and not self.spec.master_is_param:
+            master, mine = self.master_piece(index)
+            edited = _part(values, mine)
+            master.copy_(torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
+
+    # -- parameters at rest -----------------------------------------------------------------------------
+
+    def guard(self, resting_type: Callable[[type], type]) -> None:
+        """From now on parameters at rest have the class that `resting_type` makes of their own."""
+        self._plain_types = tuple(type(param) for param in self.params)
+        self._resting_types = tuple(resting_type(plain) for plain in self._plain_types)
+        self.rest()
+
+    def unguard(self) -> None:
+        """Parameters have their own class for good."""
+        self.wake()
+        self._resting_types = ()
+
+    def wake(self) -> None:
+        """A computation begins that uses the parameters, which are whole."""
+        if self.is_resting:
+            self.is_resting = False
+            for param, plain in zip(self.params, self._plain_types, strict=True):
+                param.__class__ = plain
+
+    def rest(self) -> None:
+        """It is over."""
+        if self._resting_types and not self.is_resting:
+            self.is_resting = True
+            for param, resting in zip(self.params, self._resting_types, strict=True):
+                param.__class__ = resting
+
     # -- gradients --------------------------------------------------------------------------------------
 
     def arrive(self, index: int, grad: Tensor) -> None:
@@ -346,6 +398,11 @@ class Flat:
             self.meter.hold(self._kind_of_due, self.bytes_beside_room(due))
         else:
             self.due.add_(due)
+
+    def make_due(self) -> None:
+        """A gradient of zeros for the update to read, where there is none."""
+        dtype = torch_dtype(self.spec.table.due.dtype)
+        self.keep_due(torch.zeros(self.optim_span.numel, dtype=dtype, device=self.device))
 
     def drop_gradients(self) -> None:
         """Forget every gradient, wherever it waits."""

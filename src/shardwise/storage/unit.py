@@ -40,6 +40,15 @@ class Unit:
     def has_frozen(self) -> bool:
         return any(not flat.spec.trainable for flat in self.flats)
 
+    def wake(self) -> None:
+        """Parameters are used by a computation from here on; see [Note: parameters at rest] in `flat.py`."""
+        for flat in self.flats:
+            flat.wake()
+
+    def rest(self) -> None:
+        for flat in self.flats:
+            flat.rest()
+
     def has_partial_inbox(self) -> bool:
         """Whether gradients lie here that should have been reduced by now."""
         return any(flat.has_partial_inbox() for flat in self.flats)

@@ -6,7 +6,7 @@ it waits, with its pages, for the next who asks: fresh pages cost several times 
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from shardwise.comm.shm.file import SharedFile, give_back, whole_pages
+from shardwise.comm.shm.file import Mapping, SharedFile, give_back, whole_pages
 from shardwise.program import NUM_KEPT_BLOCKS
 
 Tensor = torch.Tensor
@@ -26,18 +26,18 @@ _MOST_WASTE = 1.5
 class Block:
     """Some pages of the file. `pins` counts offers that have not been read by all."""
 
-    def __init__(self, offset: int, mapped: mmap.mmap) -> None:
+    def __init__(self, offset: int, mapped: Mapping) -> None:
         self.offset = offset
         self.mapped = mapped
         self.num_bytes = len(mapped)
-        self.address = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
+        self.address = ctypes.addressof(mapped)
         self.pins = 0
         self.has_tensor = False
 
     def tensor(self, num_bytes: int) -> Tensor:
         """Its first bytes. The block is in use until this tensor and all its views are gone."""
         self.has_tensor = True
-        array = np.frombuffer(self.mapped, np.uint8, num_bytes)
+        array = np.frombuffer(memoryview(self.mapped), np.uint8, num_bytes)
         weakref.finalize(array, self._let_go).atexit = False
         return torch.from_numpy(array)
 

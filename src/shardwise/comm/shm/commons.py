@@ -61,7 +61,7 @@ class SharedCommons:
         self._neighbours = neighbours
         self._journal = journal
         head = whole_pages(2 * 8 * num_ranks)
-        counts = np.frombuffer(file.map(0, head), np.int64, 2 * num_ranks)
+        counts = np.frombuffer(memoryview(file.map(0, head)), np.int64, 2 * num_ranks)
         self._opened, self._closed = counts[:num_ranks], counts[num_ranks:]
         self._num_opened = self._num_closed = 0
         self._last: Entry | None = None

@@ -7,13 +7,12 @@ keeps processors with weak ordering from seeing it otherwise.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwise.comm.shm.file import whole_pages
+from shardwise.comm.shm.file import Mapping, whole_pages
 from shardwise.comm.shm.word import Word
 
 NUM_OFFERS = 128
@@ -40,11 +39,11 @@ def desk_bytes(num_ranks: int) -> int:
 class Desk:
     """One rank's, as its owner or a neighbour sees it. Readers go by their place among the neighbours."""
 
-    def __init__(self, mapped: mmap.mmap, num_ranks: int, *, is_own: bool) -> None:
+    def __init__(self, mapped: Mapping, num_ranks: int, *, is_own: bool) -> None:
         self.news = Word(mapped, 0)
-        table = np.frombuffer(mapped, np.int64, NUM_OFFERS * _FIELDS, _WORD_BYTES)
+        table = np.frombuffer(memoryview(mapped), np.int64, NUM_OFFERS * _FIELDS, _WORD_BYTES)
         self._offers = table.reshape(NUM_OFFERS, _FIELDS)
-        marks = np.frombuffer(mapped, np.uint8, NUM_OFFERS * num_ranks, _WORD_BYTES + table.nbytes)
+        marks = np.frombuffer(memoryview(mapped), np.uint8, NUM_OFFERS * num_ranks, _WORD_BYTES + table.nbytes)
         self._marks = marks.reshape(NUM_OFFERS, num_ranks)
         self._tags = self._offers[:, 0]
         self._fence = threading.Lock()

@@ -3,23 +3,35 @@
 [Note: nothing is left] A `memfd` is a file in no folder. It lives as long as somebody has it open or mapped, so
 whatever ends the processes, `kill -9` included, ends it too, and the size of /dev/shm (64 MiB in most containers) is
 no limit to it. Another process of the same user opens it as `/proc/PID/fd/N`.
+
+[Note: one descriptor] Python's own `mmap` keeps a copy of the descriptor for as long as the mapping lives (before 3.13
+it cannot do without). There are two mappings for every unit of a model, and 1024 descriptors in many a shell: so
+memory is mapped by the C library, and a file has one descriptor, however often it is mapped.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 Tensor = torch.Tensor
+Mapping = ctypes.Array[ctypes.c_uint8]
+"""Bytes of a file in memory, for as long as this or anything made from it lives."""
 PAGE = mmap.PAGESIZE
 _SPARSE_BYTES = 2**40
 """The length of every file. Only pages that were written take memory."""
+_FAILED = ctypes.c_void_p(-1).value
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
@@ -49,14 +61,13 @@ class SharedFile:
         """The file that process `pid` knows as `descriptor`."""
         return cls(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
-    def map(self, offset: int, num_bytes: int) -> mmap.mmap:
+    def map(self, offset: int, num_bytes: int) -> Mapping:
         """Some of it, to read and write. `offset` and `num_bytes` are of whole pages."""
-        return mmap.mmap(self.descriptor, num_bytes, flags=mmap.MAP_SHARED, offset=offset)
+        return _map(self.descriptor, offset, num_bytes, mmap.MAP_SHARED)
 
-    def map_privately(self, offset: int, num_bytes: int) -> mmap.mmap:
+    def map_privately(self, offset: int, num_bytes: int) -> Mapping:
         """Some of it, to read; what is written here is seen by nobody else, and hides what others write."""
-        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-        return mmap.mmap(self.descriptor, num_bytes, flags=flags, offset=offset)
+        return _map(self.descriptor, offset, num_bytes, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0))
 
     def close(self) -> None:
         """What is mapped stays mapped."""
@@ -65,23 +76,57 @@ class SharedFile:
         self.descriptor = -1
 
 
-def bytes_of(mapped: mmap.mmap) -> Tensor:
+def _map(descriptor: int, offset: int, num_bytes: int, flags: int) -> Mapping:
+    """See [Note: one descriptor]."""
+    address = _c("mmap")(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    if address == _FAILED:
+        raise _system_error()
+    mapped = (ctypes.c_uint8 * num_bytes).from_address(address)
+    weakref.finalize(mapped, _c("munmap"), address, num_bytes).atexit = False
+    return mapped
+
+
+def _advise(mapped: Mapping, advice: int) -> None:
+    if _c("madvise")(ctypes.addressof(mapped), len(mapped), advice):
+        raise _system_error()
+
+
+def _system_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+@cache
+def _c(name: str) -> Callable[..., Any]:
+    """A function of the C library."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype = ctypes.c_void_p if name == "mmap" else ctypes.c_int
+    address, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    function.argtypes = {
+        "mmap": (address, length, number, number, number, ctypes.c_long),
+        "munmap": (address, length),
+        "madvise": (address, length, number),
+    }[name]
+    return function  # type: ignore[no-any-return]
+
+
+def bytes_of(mapped: Mapping) -> Tensor:
     """The mapping as uint8; it stays as long as a tensor of it does."""
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def give_back(mapped: mmap.mmap) -> None:
+def give_back(mapped: Mapping) -> None:
     """Free the pages of a mapping for all who have them; the next to look finds zeros."""
     with suppress(OSError):  # then they stay, which costs memory and nothing else
-        mapped.madvise(mmap.MADV_REMOVE)
+        _advise(mapped, mmap.MADV_REMOVE)
 
 
-def has_own_pages(mapped: mmap.mmap) -> bool:
+def has_own_pages(mapped: Mapping) -> bool:
     """Whether this process has written to a private mapping, so that some of its pages are no longer the file's.
 
     See proc_pid_pagemap(5). True as well where the system does not tell.
     """
-    first = int(np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]) // PAGE
+    first = ctypes.addressof(mapped) // PAGE
     num_pages = len(mapped) // PAGE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
@@ -92,6 +137,6 @@ def has_own_pages(mapped: mmap.mmap) -> bool:
     return len(entries) < num_pages or bool((is_there & ~is_files).any())
 
 
-def forget(mapped: mmap.mmap) -> None:
+def forget(mapped: Mapping) -> None:
     """Take a mapping's pages out of this process: the file keeps them, and what was privately written is gone."""
-    mapped.madvise(mmap.MADV_DONTNEED)
+    _advise(mapped, mmap.MADV_DONTNEED)

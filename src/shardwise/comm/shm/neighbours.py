@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import select
 import threading
@@ -19,7 +18,7 @@ import torch
 
 from shardwise.comm.shm.arena import Arena, Block
 from shardwise.comm.shm.desk import TO_ALL, Desk, desk_bytes
-from shardwise.comm.shm.file import SharedFile, bytes_of, forget, is_possible
+from shardwise.comm.shm.file import Mapping, SharedFile, bytes_of, forget, is_possible
 from shardwise.comm.work import LinkError
 
 Tensor = torch.Tensor
@@ -60,7 +59,7 @@ class Neighbours:
         self._arena = Arena(files[rank], num_bytes)
         self._lent: list[_Lent] = []
         self._num_offers = 0
-        self._mapped: OrderedDict[tuple[int, int, int], tuple[mmap.mmap, Tensor]] = OrderedDict()
+        self._mapped: OrderedDict[tuple[int, int, int], tuple[Mapping, Tensor]] = OrderedDict()
         self._lives = {other: _life(pid) for other, pid in pids.items() if pid != os.getpid()}
         self._is_cut = threading.Event()
 
@@ -235,6 +234,8 @@ class Neighbours:
             view = self._mapped[key] = mapped, bytes_of(mapped)
             if len(self._mapped) > _NUM_MAPPED:
                 self._mapped.popitem(last=False)
+        else:
+            self._mapped.move_to_end(key)  # the one that is used least goes first
         return view[1]
 
     def _has_ended(self, rank: int) -> bool:

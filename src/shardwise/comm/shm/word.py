@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import platform
 import time
 from collections.abc import Callable
+
+from shardwise.comm.shm.file import Mapping
 
 _WRAP = 2**32
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -37,7 +38,7 @@ _FUTEX = _find_futex()
 class Word:
     """32 bits that one rank writes and others wait for. It counts, and wraps."""
 
-    def __init__(self, mapped: mmap.mmap, offset: int) -> None:
+    def __init__(self, mapped: Mapping, offset: int) -> None:
         self._cell = ctypes.c_uint32.from_buffer(mapped, offset)
         self._address = ctypes.addressof(self._cell)
 

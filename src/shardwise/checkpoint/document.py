@@ -1,0 +1,60 @@
+"""What one rank remembers for itself, as JSON in its file: its generators, and the states of the user's objects."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.checkpoint.codec import decode, encode
+from shardwise.checkpoint.plain import as_text, parse_json
+from shardwise.checkpoint.read import Reader
+from shardwise.checkpoint.schema import RANK
+from shardwise.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Document:
+    """`generators` as `rng.capture` returns them, `objects` by the names under which the user gave them."""
+
+    generators: dict[str, Any]
+    objects: dict[str, Any]
+
+
+def as_bytes(memories: Mapping[str, Any]) -> bytes:
+    """What `read_document` reads. Raises `ConfigError` naming the place of what cannot be kept."""
+    return json.dumps(encode(dict(memories), "memories")).encode()
+
+
+def read_document(reader: Reader, rank: int) -> Document | None:
+    """What `rank` remembered, checked; `None` if the checkpoint has nothing of such a rank."""
+    found = reader.whole(RANK, str(rank))
+    if found is None:
+        return None
+    name = f"what rank {rank} remembers, in {reader.path / found.chunk.file},"
+    said = decode(parse_json(as_text(reader.tensor(found).numpy().tobytes(), name), name), name)
+    if not isinstance(said, dict) or not all(isinstance(said.get(part), dict) for part in ("generators", "objects")):
+        raise CheckpointError(f"{name} is not what shardwise writes there: it has no generators or no objects.")
+    try:
+        _try(said["generators"])
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{name} has random generators that cannot be: {type(error).__name__}: {error}."
+        ) from error
+    return Document(said["generators"], said["objects"])
+
+
+def _try(state: Mapping[str, Any]) -> None:
+    """Put generators that nobody uses into this state, to see that those in use could be."""
+    version, numbers, gauss = state["python"]
+    random.Random().setstate((version, tuple(numbers.tolist()), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.RandomState().set_state((name, keys, position, has_gauss, cached))
+    torch.Generator().set_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state["cuda"])

@@ -1,0 +1,165 @@
+"""Whether a checkpoint is of this model and this optimizer, before anything of it is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.codec import decode, dtype_of
+from shardwise.checkpoint.content import Content
+from shardwise.checkpoint.index import Index
+from shardwise.checkpoint.read import Reader
+from shardwise.comm import World
+from shardwise.errors import CheckpointError, nearest
+from shardwise.optim import AdoptedOptimizer, Cooperative, state_keys
+from shardwise.placement import Span
+
+
+def check_same_model(path: Path, reader: Reader, content: Content, world: World) -> None:
+    """The same names with the same shapes, and the same tensors behind two names."""
+    shapes = reader.index.shapes
+    for name, shape in content.shapes.items():
+        if name in reader.index.ties:
+            raise CheckpointError(
+                f"In {path} {name} is another name of {reader.index.ties[name]}, but in the model they are two "
+                f"tensors. Tie them before shard(), as they were."
+            )
+        if name not in shapes:
+            raise CheckpointError(
+                f"{path} has no tensor {name}; it is a checkpoint of another model. {nearest(name, shapes)}"
+            )
+        if tuple(shapes[name]) != shape:
+            raise CheckpointError(f"{path} has {name} with shape {shapes[name]}, but the model has {list(shape)}.")
+    for name in shapes:
+        if name in content.ties:
+            _check_tied(path, reader, name, content.ties[name], world)
+        elif name not in content.shapes:
+            raise CheckpointError(
+                f"{path} has a tensor {name} that the model lacks; it is a checkpoint of another model."
+            )
+
+
+def _check_tied(path: Path, reader: Reader, alias: str, name: str, world: World) -> None:
+    """What is two tensors in the checkpoint can be one in the model only if both are the same; each rank looks at a
+    part of them."""
+    shapes = reader.index.shapes
+    numel = math.prod(shapes[alias])
+    span = Span(numel * world.rank // world.size, numel * (world.rank + 1) // world.size)
+    is_same = shapes[alias] == shapes[name] and torch.equal(_values(reader, alias, span), _values(reader, name, span))
+    if not is_same:
+        raise CheckpointError(
+            f"In the model {alias} is another name of {name}, but {path} has two tensors of different values. Only one "
+            f"could be kept: untie them before shard(), or make the checkpoint's the same."
+        )
+
+
+def _values(reader: Reader, name: str, span: Span) -> torch.Tensor:
+    kind = "param" if reader.first_chunk("param", name) is not None else "buffer"
+    first = reader.first_chunk(kind, name)
+    reads = reader.reads(kind, name, span)
+    out = torch.empty(span.numel, dtype=dtype_of(first.dtype) if first is not None else None)
+    for read in reads:
+        reader.fill(read, out)
+    return out
+
+
+def check_same_groups(path: Path, index: Index, content: Content, optimizer: AdoptedOptimizer | None) -> None:
+    """The optimizer's groups, by the names of their parameters. A checkpoint of weights alone has none."""
+    if optimizer is None or not index.groups:
+        return
+    if len(index.groups) != len(content.groups):
+        raise CheckpointError(
+            f"The optimizer in {path} has {len(index.groups)} parameter groups, this one has {len(content.groups)}."
+        )
+    for number, (saved, own) in enumerate(zip(index.groups, content.groups, strict=True)):
+        if "params" not in saved:
+            raise CheckpointError(
+                f"{path} does not say which parameters group {number} of its optimizer has, so its states cannot be "
+                f"given to this one. {_weights_alone(path)}"
+            )
+        odd = sorted(set(saved["params"]) ^ set(own["params"]))
+        if odd:
+            where = "the checkpoint" if odd[0] in saved["params"] else "this optimizer"
+            raise CheckpointError(
+                f"Group {number} of the optimizer in {path} has other parameters: {odd[0]} is in it only in {where}. "
+                f"Make the optimizer's groups as they were."
+            )
+        _check_settings(path, number, settings_of(saved, optimizer.optimizer), optimizer.optimizer)
+
+
+def _check_settings(path: Path, number: int, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Numbers stay numbers. A setting that either side leaves open may become anything."""
+    group = optimizer.param_groups[number]
+    for key, value in saved.items():
+        if not _fits(value, group.get(key)):
+            raise CheckpointError(
+                f"Group {number} of the optimizer in {path} has {key} = {str(value)[:80]!r}, where this one has "
+                f"{group[key]!r}."
+            )
+
+
+def _fits(value: Any, own: Any) -> bool:
+    if value is None or own is None:
+        return True
+    if isinstance(own, bool | int | float) or (isinstance(own, torch.Tensor) and own.numel() == 1):
+        is_one = isinstance(value, torch.Tensor) and value.numel() == 1
+        return is_one or isinstance(value, bool | int | float)
+    if isinstance(own, tuple | list):
+        is_as_long = isinstance(value, tuple | list) and len(value) == len(own)
+        return is_as_long and all(map(_fits, value, own))
+    return not isinstance(own, str) or isinstance(value, str)
+
+
+def check_same_optimizer(path: Path, reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -> None:
+    """This optimizer, with the settings of the checkpoint, keeps just the states that are there.
+
+    So `Adam` takes what `AdamW` wrote, and our AdamW what torch's did; but nobody begins anew, or lacks a moment.
+    """
+    index = reader.index
+    if optimizer is None or not index.groups:
+        return
+    is_stateless = True
+    for saved, group in zip(index.groups, optimizer.optimizer.param_groups, strict=True):
+        needed = state_keys(optimizer.optimizer, {**group, **settings_of(saved, optimizer.optimizer)})
+        for name in saved["params"]:
+            there = _keys_there(reader, name)
+            is_stateless = is_stateless and not there
+            if there and needed is not None and there != needed:
+                raise _other_optimizer(path, index, content, f"{_said(there)} for {name}", _said(needed))
+    is_other = index.optimizer not in ("", content.optimizer)
+    if is_stateless and is_other and decode(index.state)["num_steps"]:
+        raise _other_optimizer(path, index, content, "nothing", "other states")
+
+
+def settings_of(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The settings of a group that come back from a checkpoint, decoded."""
+    own = optimizer.own_settings if isinstance(optimizer, Cooperative) else frozenset()
+    return {key: decode(value) for key, value in saved.items() if key != "params" and key not in own}
+
+
+def _keys_there(reader: Reader, name: str) -> dict[str, bool]:
+    """The states of a parameter, and of each whether it is made of the parameter's elements."""
+    numbers = reader.index.numbers.get(name, {})
+    kinds = [kind for kind in reader.kinds_of(name) if kind.startswith("state.")]
+    keys = {kind.removeprefix("state."): reader.whole(kind, name) is None for kind in kinds}
+    return keys | {key: False for key, value in numbers.items() if value is not None}
+
+
+def _other_optimizer(path: Path, index: Index, content: Content, there: str, needed: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} was written with another optimizer: {index.optimizer or 'it'} kept {there}, but this engine has "
+        f"{content.optimizer}, which with those settings keeps {needed}. Give shard() the optimizer that it was. "
+        f"{_weights_alone(path)}"
+    )
+
+
+def _weights_alone(path: Path) -> str:
+    return f"To start a new run from its weights: shardwise convert {path} NEW --to shardwise --weights-only."
+
+
+def _said(keys: Mapping[str, bool]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"

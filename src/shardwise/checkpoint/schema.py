@@ -1,0 +1,248 @@
+"""What an index must be like before anything that it says is used: by anyone who reads a checkpoint.
+
+Each field by itself is the schema of the dataclasses in `index.py`. What fields say of each other is checked here: that
+files are files of this folder, that chunks lie in them and cover every tensor once, that what is encoded can be
+decoded. Whether the files are as the index says is for `read.py`, when it opens them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from shardwise.checkpoint.codec import MAX_DIMS, decode, dtype_of
+from shardwise.checkpoint.index import INDEX, Chunk, File, Index, block_bytes_of, read_body
+from shardwise.checkpoint.plain import is_plain_name
+from shardwise.errors import CheckpointError
+
+MAX_TENSOR_BYTES = 2**60
+MAX_HEAD_BYTES = 2**30
+RANK = "rank"
+_SCALER = ("scale", "num_skipped", "good_steps", "chances")
+
+
+class _WrongError(Exception):
+    """A field, and what is wrong with it."""
+
+
+def read_index(folder: Path) -> Index:
+    """The index of the checkpoint in `folder`, checked; or a `CheckpointError` that names the file and the field."""
+    body = read_body(folder)
+    try:
+        index = _schema().validate_python(body)
+        _check(index)
+    except ValidationError as error:
+        raise CheckpointError(f"{folder / INDEX} is not an index that shardwise wrote: {_first(error)}.") from error
+    except (_WrongError, CheckpointError) as error:
+        raise CheckpointError(f"{folder / INDEX} is not an index that shardwise wrote: {error}") from error
+    return index
+
+
+@functools.cache
+def _schema() -> TypeAdapter[Index]:
+    return TypeAdapter(Index)
+
+
+def _first(error: ValidationError) -> str:
+    """`chunks[3].start is -1: input should be greater than or equal to 0`."""
+    wrong = error.errors(include_url=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in wrong["loc"]).removeprefix(".")
+    said = wrong["msg"][:1].lower() + wrong["msg"][1:]
+    is_short = isinstance(wrong["input"], int | float | str) and wrong["type"] != "missing"
+    return f"{where} is {str(wrong['input'])[:80]!r}: {said}" if is_short else f"{where}: {said}"
+
+
+def _check(index: Index) -> None:
+    _check_texts(index)
+    _check_shapes(index)
+    files = _checked_files(index)
+    for number, chunk in enumerate(index.chunks):
+        _check_chunk(f"chunks[{number}] ({chunk.key[:80]})", chunk, index, files)
+    _check_keys(index)
+    _check_coverage(index)
+    _check_names(index)
+    _check_state(index)
+
+
+def _check_texts(index: Index) -> None:
+    """Names that cannot be written out in any encoding are nobody's."""
+    names = [index.layout, index.optimizer, *index.versions, *index.versions.values()]
+    names += [*index.shapes, *index.ties, *index.metrics, *(file.name for file in index.files)]
+    names += [text for chunk in index.chunks for text in (chunk.kind, chunk.name, chunk.file, chunk.key)]
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise _WrongError(f"{name!a} is no text: {error}.") from error
+
+
+def _check_shapes(index: Index) -> None:
+    for name, shape in index.shapes.items():
+        if len(shape) > MAX_DIMS or math.prod(shape) > MAX_TENSOR_BYTES:
+            raise _WrongError(f"shapes[{name!r}] is {shape[:8]}, which no tensor has.")
+
+
+def _checked_files(index: Index) -> dict[str, File]:
+    files: dict[str, File] = {}
+    for number, file in enumerate(index.files):
+        where = f"files[{number}]"
+        if not is_plain_name(file.name) or not file.name.endswith(".safetensors"):
+            raise _WrongError(f"{where}.name is {file.name[:80]!r}, which is not the plain name of a safetensors file.")
+        if file.name in files:
+            raise _WrongError(f"{where}.name is {file.name!r}, which is listed twice.")
+        if not 8 < file.head_bytes <= min(file.num_bytes, MAX_HEAD_BYTES):
+            raise _WrongError(f"{where} has a head of {file.head_bytes} bytes in a file of {file.num_bytes}.")
+        files[file.name] = file
+    return files
+
+
+def _check_chunk(where: str, chunk: Chunk, index: Index, files: Mapping[str, File]) -> None:
+    """What one chunk says, by itself and of its file."""
+    if chunk.kind != RANK and chunk.name not in index.shapes:
+        raise _WrongError(f"{where}.name is {chunk.name[:80]!r}, which shapes does not list.")
+    if not _is_known_kind(chunk, index):
+        raise _WrongError(f"{where} is of kind {chunk.kind[:80]!r}, which there is none of.")
+    if chunk.key != f"{chunk.kind}/{chunk.name}":
+        raise _WrongError(f"{where} is {chunk.kind} {chunk.name} under another key.")
+    try:
+        itemsize = dtype_of(chunk.dtype).itemsize
+    except ValueError as error:
+        raise _WrongError(f"{where}.dtype: {error}.") from error
+    file = files.get(chunk.file)
+    if file is None:
+        raise _WrongError(f"{where}.file is {chunk.file[:80]!r}, which files does not list.")
+    if chunk.offset < file.head_bytes or chunk.offset + chunk.num_bytes > file.num_bytes:
+        raise _WrongError(
+            f"{where} has bytes {chunk.offset} to {chunk.offset + chunk.num_bytes} of {chunk.file}, whose tensors lie "
+            f"from {file.head_bytes} to {file.num_bytes}."
+        )
+    if _numel(where, chunk, index) * itemsize != chunk.num_bytes:
+        raise _WrongError(f"{where}.num_bytes is {chunk.num_bytes}, which does not fit its elements of {chunk.dtype}.")
+    if chunk.block_bytes != block_bytes_of(chunk.num_bytes):
+        raise _WrongError(f"{where}.block_bytes is {chunk.block_bytes} instead of {block_bytes_of(chunk.num_bytes)}.")
+    if len(chunk.crc32) != -(-chunk.num_bytes // chunk.block_bytes):
+        raise _WrongError(f"{where}.crc32 has {len(chunk.crc32)} sums for {chunk.num_bytes} bytes.")
+
+
+def _is_known_kind(chunk: Chunk, index: Index) -> bool:
+    first, dot, rest = chunk.kind.partition(".")
+    if first == RANK and not dot:
+        return _is_number(chunk.name, index.world_size) and chunk.shape is not None and chunk.dtype == "uint8"
+    if first == "state":
+        return bool(rest)
+    return chunk.kind == "param" or (first == "buffer" and (not dot or _is_number(rest, index.world_size)))
+
+
+def _is_number(text: str, limit: int) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < limit and str(int(text)) == text
+
+
+def _numel(where: str, chunk: Chunk, index: Index) -> int:
+    if chunk.shape is not None:
+        if (chunk.start, chunk.stop) != (0, 0) or len(chunk.shape) > MAX_DIMS:
+            raise _WrongError(f"{where} is whole and has elements {chunk.start} to {chunk.stop} as well.")
+        if not chunk.kind.startswith("state.") and chunk.kind != RANK:
+            raise _WrongError(f"{where}.shape is for states of an optimizer only.")
+        return math.prod(chunk.shape)
+    numel = math.prod(index.shapes[chunk.name])
+    if not chunk.start <= chunk.stop <= numel:
+        raise _WrongError(f"{where} has elements {chunk.start} to {chunk.stop} of {numel}.")
+    return chunk.stop - chunk.start
+
+
+def _check_keys(index: Index) -> None:
+    """No two chunks have the same bytes."""
+    by_file: dict[str, list[Chunk]] = defaultdict(list)
+    for chunk in index.chunks:
+        by_file[chunk.file].append(chunk)
+    for file in index.files:
+        end = file.head_bytes
+        for chunk in sorted(by_file[file.name], key=lambda chunk: (chunk.offset, chunk.num_bytes)):
+            if chunk.offset != end:
+                raise _WrongError(
+                    f"{file.name} has {chunk.key} from byte {chunk.offset} on, but what is before ends at {end}."
+                )
+            end += chunk.num_bytes
+        if end != file.num_bytes:
+            raise _WrongError(f"{file.name} has {file.num_bytes} bytes, but its tensors end at {end}.")
+
+
+def _check_coverage(index: Index) -> None:
+    """Of every tensor each element is there once, in one dtype."""
+    by_tensor: dict[tuple[str, str], list[Chunk]] = defaultdict(list)
+    for chunk in index.chunks:
+        by_tensor[chunk.kind, chunk.name].append(chunk)
+    for name, shape in index.shapes.items():
+        if math.prod(shape) and not any((kind, name) in by_tensor for kind in ("param", "buffer")):
+            raise _WrongError(f"there are no elements of {name}; it is incomplete.")
+    for (kind, name), chunks in by_tensor.items():
+        whole = [chunk for chunk in chunks if chunk.shape is not None]
+        if whole:
+            if len(chunks) > 1:
+                raise _WrongError(f"{kind} {name} is there {len(chunks)} times.")
+            continue
+        if len({(chunk.dtype, chunk.is_narrow) for chunk in chunks}) > 1:
+            raise _WrongError(f"{kind} {name} is partly {chunks[0].dtype} and partly something else.")
+        _check_tiles(f"{kind} {name}", chunks, math.prod(index.shapes[name]))
+
+
+def _check_tiles(what: str, chunks: list[Chunk], numel: int) -> None:
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.start, chunk.stop)):
+        if chunk.start > end:
+            raise _WrongError(f"elements {end} to {chunk.start} of {what} are missing; it is incomplete.")
+        if chunk.start < end:
+            raise _WrongError(f"elements {chunk.start} to {min(end, chunk.stop)} of {what} are there twice.")
+        end = chunk.stop
+    if end != numel:
+        raise _WrongError(f"elements {end} to {numel} of {what} are missing; it is incomplete.")
+
+
+def _check_names(index: Index) -> None:
+    """What ties, groups and numbers say is of tensors that are there."""
+    for alias, name in index.ties.items():
+        if alias in index.shapes or name not in index.shapes:
+            raise _WrongError(f"ties[{alias!r}] is {name!r}; one has to be a new name, the other a tensor's.")
+    seen: set[str] = set()
+    for number, group in enumerate(index.groups):
+        params = group.get("params", [])
+        if not isinstance(params, list):
+            raise _WrongError(f"groups[{number}]['params'] is not a list of names.")
+        for name in params:
+            if not isinstance(name, str) or name not in index.shapes or name in seen:
+                raise _WrongError(f"groups[{number}]['params'] has {name!r}, which is not there, or twice.")
+            seen.add(name)
+    for name in index.numbers:
+        if name not in index.shapes:
+            raise _WrongError(f"numbers has {name!r}, which is not there.")
+
+
+def _check_state(index: Index) -> None:
+    """What is encoded can be decoded, and is what the engine will ask for."""
+    for number, group in enumerate(index.groups):
+        decode(group, f"groups[{number}]")
+    for name, numbers in index.numbers.items():
+        if not isinstance(decode(numbers, f"numbers[{name!r}]"), dict):
+            raise _WrongError(f"numbers[{name!r}] is not states by name.")
+    state = decode(index.state, "state")
+    num_steps = state.get("num_steps")
+    if type(num_steps) is not int or not 0 <= num_steps <= 2**60:
+        raise _WrongError(f"state['num_steps'] is {num_steps!r}, which is no number of steps.")
+    if not isinstance(state.get("user"), dict):
+        raise _WrongError("state['user'] is not what a script keeps: an object.")
+    for problem in _problems_of_scale(state):
+        raise _WrongError(problem)
+
+
+def _problems_of_scale(state: Mapping[str, Any]) -> Iterator[str]:
+    scale = state.get("loss_scale", dict.fromkeys(_SCALER, 1))
+    if not isinstance(scale, dict) or any(type(scale.get(key)) not in (int, float) for key in _SCALER):
+        yield f"state['loss_scale'] has not the numbers {', '.join(_SCALER)}."
+    elif not all(0 <= scale[key] < math.inf for key in _SCALER) or scale["scale"] == 0:
+        yield f"state['loss_scale'] is {scale}, which no run comes to."

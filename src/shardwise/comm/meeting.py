@@ -1,0 +1,137 @@
+"""How ranks come to know that all of them are there, before anything connects them.
+
+[Note: meetings] torch's own meeting waits in silence for whoever is missing, and ends in a timeout whatever the reason.
+So ranks meet in the store first: each says who it is, and looks who has said so. Whoever finds that it cannot come to
+pass (two processes are one rank, two ranks count another world, the launcher sees one end) leaves a letter there, which
+all others raise at once. A rank may meet the others several times, one world after the other; it counts them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterable
+from typing import NoReturn
+
+import psutil
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shardwise.comm.letter import Letter
+from shardwise.errors import FaultError
+
+_PAUSES = 0.005, 0.1
+"""Seconds between two looks, at first and after a while."""
+_MOST_TOLD = 8
+_log = logging.getLogger("shardwise")
+
+
+class Meeting:
+    """The meetings of one attempt of a job, in its store. Store errors are raised as they come, `RuntimeError`."""
+
+    def __init__(self, store: Store, attempt: str, me: str = "") -> None:
+        """After a restart nobody reads what a dead attempt wrote. `me` tells processes apart; by default it does."""
+        self._me = me or f"process {os.getpid()} on {socket.gethostname()}, begun at {_began():.2f}"
+        self._store = PrefixStore(f"shardwise/attempt-{attempt}/meeting", store)
+
+    def attend(
+        self, rank: int, size: int, place: str, *, timeout_seconds: float, patience_seconds: float, is_host: bool
+    ) -> None:
+        """Return once all `size` ranks are here; after `patience_seconds` say who is missing. All ranks call.
+
+        `place` is where they meet, in words. With `is_host` the store ends with this process. Raises `FaultError`.
+        """
+        try:
+            self._introduce(rank, size)
+            self._gather(rank, size, place, timeout_seconds, patience_seconds)
+        except FaultError:
+            if is_host:
+                time.sleep(3 * _PAUSES[1])  # let the others read it too
+            raise
+
+    def cancel(self, letter: Letter) -> Letter:
+        """All who wait here, now or later, raise `letter`, or the one that was there before."""
+        return Letter.from_json(self._store.compare_set("letter", "", letter.to_json()))
+
+    def cancel_without(self, ended: Iterable[int], living: Iterable[int]) -> None:
+        """Cancel it if one of the `living` ranks waits for one that has `ended`. For the launcher."""
+        begun = {rank: self._count("begun", rank) for rank in living}
+        waiting = [number for rank, number in begun.items() if number > self._count("met", rank)]
+        for rank in ended:
+            if waiting and self._count("begun", rank) < max(waiting):
+                text = f"Rank {rank} has ended, and well, before it met the others in World.join()."
+                self.cancel(Letter("ended", (rank,), text))
+
+    def _introduce(self, rank: int, size: int) -> None:
+        me = self._me
+        there = self._store.compare_set(f"who/{rank}", "", me).decode()
+        if there != me:
+            self._refuse(
+                rank,
+                f"Two processes are rank {rank}: {there}, and {me}. Give each a RANK of its own, from 0 to WORLD_SIZE "
+                f"- 1, and each job an address (MASTER_ADDR, MASTER_PORT) of its own.",
+            )
+        first = self._store.compare_set("size", "", f"{size} {rank}").decode()
+        their_size, other = map(int, first.split())
+        if their_size != size:
+            self._refuse(
+                rank,
+                f"Rank {rank} was started with WORLD_SIZE={size}, but rank {other} with WORLD_SIZE={their_size}. "
+                f"Start all ranks with the same.",
+            )
+
+    def _gather(self, rank: int, size: int, place: str, timeout_seconds: float, patience_seconds: float) -> None:
+        number = self._store.add(f"begun/{rank}", 1)
+        here = [f"here/{number}/{other}" for other in range(size)]
+        self._store.set(here[rank], "here")
+        started, pause, warn_after = time.monotonic(), _PAUSES[0], patience_seconds
+        while not self._store.check(here):
+            if self._store.check(["letter"]):
+                raise Letter.from_json(self._store.get("letter")).error()
+            waited = time.monotonic() - started
+            if waited > min(warn_after, timeout_seconds):
+                missing = [other for other in range(size) if not self._store.check([here[other]])]
+                if waited > timeout_seconds:
+                    raise _overdue(missing, size, place, timeout_seconds).error()
+                warn_after *= 2
+                if rank == min(set(range(size)).difference(missing)):
+                    _log.warning("%s of %d did not come to %s yet, for %.0f s.", _named(missing), size, place, waited)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _PAUSES[1])
+        self._store.set(f"met/{rank}", str(number))
+        if number > 1:  # all have left the one before
+            self._store.delete_key(f"here/{number - 1}/{rank}")
+
+    def _refuse(self, rank: int, text: str) -> NoReturn:
+        """Tell the others too, unless they have been told something else."""
+        mine = Letter("contradiction", (rank,), text, origin=rank)
+        self.cancel(mine)
+        raise mine.error()
+
+    def _count(self, what: str, rank: int) -> int:
+        key = f"{what}/{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+
+def _began() -> float:
+    return psutil.Process().create_time()
+
+
+def _overdue(missing: list[int], size: int, place: str, timeout_seconds: float) -> Letter:
+    return Letter(
+        "timeout",
+        tuple(missing),
+        f"{_named(missing)} of {size} never came to {place}, where the others have waited for {timeout_seconds:g} s. "
+        f"Have all ranks been started, with the same MASTER_ADDR and MASTER_PORT?",
+    )
+
+
+def _named(ranks: list[int]) -> str:
+    """`Rank 3`, `Ranks 1 and 3`, `Ranks 1, 2, 3 and 40 more`; all may have come meanwhile."""
+    names = [str(rank) for rank in ranks[:_MOST_TOLD]]
+    if len(ranks) > _MOST_TOLD:
+        names.append(f"{len(ranks) - _MOST_TOLD} more")
+    if len(names) < 2:
+        return f"Rank {names[0]}" if names else "Nobody"
+    return f"Ranks {', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,192 @@
+"""What the `.metadata` of a torch distributed checkpoint says, checked, and as plain data.
+
+It is a pickle of torch's `Metadata` (`torch/distributed/checkpoint/metadata.py`), of which only the description is
+read: no class of torch is touched, see [Note: inert pickles] in `formats/opcodes.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from shardwise.errors import CheckpointError
+from shardwise.formats.cover import why_not_covered
+from shardwise.formats.opcodes import Made, Name, read_pickle
+from shardwise.formats.torch_files import DTYPES
+from shardwise.safe_files import is_plain_name, read_regular
+
+ObjectPath = tuple[str | int, ...]
+METADATA = ".metadata"
+MAX_METADATA_BYTES = 2**30
+MAX_NESTING = 24
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes of a file in the checkpoint's folder."""
+
+    file: str
+    start: int
+    num_bytes: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chunk:
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in chunks that cover it exactly; those without elements are left out."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """By key: tensors, and where other objects lie. `paths` says where a key was in the nested dict that was saved."""
+
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, Place]
+    paths: dict[str, ObjectPath]
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Raises `CheckpointError` for anything that torch would not have written."""
+    return _Reader(folder / METADATA).read()
+
+
+class _Reader:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> Metadata:
+        root, _ = read_pickle(read_regular(self._path, MAX_METADATA_BYTES), str(self._path))
+        keys = self._mapping(self._field(root, "Metadata", "state_dict_metadata"), "list of keys")
+        places = self._places(self._field(root, "Metadata", "storage_data"))
+        tensors, objects = {}, {}
+        for key, said in keys.items():
+            if not isinstance(key, str):
+                self._refuse("a key in it is no text")
+            if _short_name(said) == "BytesStorageMetadata":
+                objects[key] = self._place(places, key, None)
+            else:
+                tensors[key] = self._tensor(key, said, places)
+        return Metadata(tensors, objects, self._paths(root.field("planner_data")))
+
+    def _tensor(self, key: str, said: Any, places: dict[Any, Place]) -> StoredTensor:
+        shape = self._sizes(self._field(said, "TensorStorageMetadata", "size"), key)
+        dtype = self._dtype(self._field(said, "TensorStorageMetadata", "properties"), key)
+        listed = self._field(said, "TensorStorageMetadata", "chunks")
+        if not isinstance(listed, list):
+            self._refuse(f"the pieces of {key} are no list")
+        boxes = [
+            tuple(self._sizes(self._field(one, "ChunkStorageMetadata", word), key) for word in ("offsets", "sizes"))
+            for one in listed
+        ]
+        wrong = why_not_covered(shape, [(offsets, sizes) for offsets, sizes in boxes])
+        if wrong:
+            raise CheckpointError(f"{self._path.parent} cannot give {key}, by its metadata: {wrong}.")
+        chunks = tuple(
+            Chunk(offsets, sizes, self._place(places, key, offsets)) for offsets, sizes in boxes if math.prod(sizes)
+        )
+        for chunk in chunks:
+            if chunk.place.num_bytes < math.prod(chunk.sizes) * dtype.itemsize and not chunk.place.transforms:
+                self._refuse(f"a piece of {key} has fewer bytes than its elements take")
+        in_order = sorted((chunk.place for chunk in chunks), key=lambda place: (place.file, place.start))
+        if any(one.file == two.file and two.start < one.start + one.num_bytes for one, two in pairwise(in_order)):
+            self._refuse(f"two pieces of {key} lie in the same bytes")
+        return StoredTensor(shape, dtype, chunks)
+
+    def _dtype(self, properties: Any, key: str) -> torch.dtype:
+        state = properties.state if _short_name(properties) == "TensorProperties" else None
+        name = state[0] if isinstance(state, tuple) and state else None
+        dtype = DTYPES.get(name.full) if isinstance(name, Name) else None
+        return dtype if dtype is not None else self._refuse(f"the dtype of {key} is not one of this torch")
+
+    def _places(self, said: Any) -> dict[Any, Place]:
+        places: dict[Any, Place] = {}
+        for index, info in self._mapping(said, "list of places").items():
+            fqn, offset = self._field(index, "MetadataIndex", "fqn"), index.field("offset")
+            if not isinstance(fqn, str):
+                self._refuse("a key in it is no text")
+            place = (fqn, None if offset is None else self._sizes(offset, fqn))
+            if place in places:
+                self._refuse(f"it says twice where {fqn} lies")
+            places[place] = self._info(info, fqn)
+        return places
+
+    def _info(self, info: Any, fqn: str) -> Place:
+        file = self._field(info, "_StorageInfo", "relative_path")
+        start, num_bytes = info.field("offset"), info.field("length")
+        transforms = info.field("transform_descriptors") or ()
+        if not is_plain_name(file):
+            raise CheckpointError(
+                f"{self._path} says that {fqn} lies in {file!a:.200}, which is not a plain file name. What belongs to "
+                f"a checkpoint lies in its own folder; this one is damaged, or was made to lead elsewhere."
+            )
+        if not _is_size(start) or not _is_size(num_bytes):
+            self._refuse(f"{fqn} lies at bytes that cannot be")
+        if not isinstance(transforms, list | tuple) or not all(isinstance(one, str) for one in transforms):
+            self._refuse(f"{fqn} is transformed in a way that is no text")
+        return Place(file, start, num_bytes, tuple(transforms))
+
+    def _place(self, places: dict[Any, Place], key: str, offsets: tuple[int, ...] | None) -> Place:
+        if (key, offsets) not in places:
+            raise CheckpointError(f"{self._path.parent} does not say where {key} lies; its metadata is incomplete.")
+        return places[key, offsets]
+
+    def _paths(self, said: Any) -> dict[str, ObjectPath]:
+        if said is None:
+            return {}
+        paths: dict[str, ObjectPath] = {}
+        for key, path in self._mapping(said, "list of paths").items():
+            parts = list(path) if isinstance(path, tuple | list) else []
+            if not isinstance(key, str) or not 0 < len(parts) <= MAX_NESTING:
+                self._refuse("where a key was in the state that was saved is no path")
+            if not all(isinstance(part, str) or _is_size(part) for part in parts):
+                self._refuse(f"where {key} was in the state that was saved is no path")
+            paths[key] = tuple(parts)
+        return paths
+
+    # -- what everything is -----------------------------------------------------------------------------
+
+    def _field(self, made: Any, name: str, key: str) -> Any:
+        if _short_name(made) != name:
+            self._refuse(f"it has {_words(made)} in the place of {name}")
+        return made.field(key)
+
+    def _mapping(self, value: Any, what: str) -> dict[Any, Any]:
+        return value if isinstance(value, dict) else self._refuse(f"its {what} is {_words(value)}")
+
+    def _sizes(self, value: Any, key: str) -> tuple[int, ...]:
+        if _short_name(value) == "Size" and len(value.args) == 1:
+            value = value.args[0]
+        if not isinstance(value, tuple | list) or len(value) > 64 or not all(_is_size(one) for one in value):
+            self._refuse(f"the shape or place of {key} is not one that a tensor can have")
+        return tuple(value)
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise CheckpointError(f"{self._path} is not metadata of a distributed checkpoint: {why}.")
+
+
+def _short_name(made: Any) -> str:
+    return made.name.rpartition(".")[2] if isinstance(made, Made) else ""
+
+
+def _words(value: Any) -> str:
+    return f"{value.name:.100}" if isinstance(value, Made) else f"a {type(value).__name__}"
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62

@@ -1,0 +1,93 @@
+"""Dicts of foreign files, whose items are asked for with the type that they must have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from shardwise.errors import CheckpointError
+
+Kind = TypeVar("Kind")
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Table:
+    """A dict in the file `where`. Whatever is missing in it or of another type is a `CheckpointError` that says so."""
+
+    values: Mapping[Any, Any]
+    where: str
+
+    @classmethod
+    def of(cls, value: Any, where: str, what: str = "its content") -> Table:
+        return cls(expected(value, dict, where, what), where)
+
+    def __contains__(self, key: object) -> bool:
+        return self.values.get(key) is not None
+
+    def get(self, key: Any, kind: type[Kind]) -> Kind:
+        return expected(self.values.get(key), kind, self.where, str(key))
+
+    def table(self, key: Any) -> Table:
+        return Table(self.get(key, dict), self.where)
+
+    def table_or_empty(self, key: Any) -> Table:
+        """What is under `key`, or nothing if that is missing or `None`."""
+        return self.table(key) if key in self else Table({}, self.where)
+
+    def tensors(self, key: Any) -> dict[str, Tensor]:
+        """Names and tensors under `key`, and what else is there left out; empty if nothing is."""
+        items = self.table_or_empty(key).values.items()
+        return {name: one for name, one in items if isinstance(name, str) and isinstance(one, Tensor)}
+
+    def count(self, key: Any) -> int:
+        """A number that cannot be negative."""
+        number = self.get(key, int)
+        if isinstance(number, bool) or number < 0:
+            raise CheckpointError(f"{self.where} is damaged: its {key} is {number}.")
+        return number
+
+    def each(self, key: Any, kind: type[Kind]) -> list[Kind]:
+        """The items of the list or tuple under `key`."""
+        listed = self.values.get(key)
+        if not isinstance(listed, list | tuple):
+            expected(listed, list, self.where, str(key))
+        return [expected(item, kind, self.where, f"an item of {key}") for item in listed or ()]
+
+    def names(self, key: Any) -> list[str]:
+        """The text in the list under `key`; empty if that is missing."""
+        return self.each(key, str) if key in self else []
+
+
+def expected(value: Any, kind: type[Kind], where: str, what: str) -> Kind:
+    """`value`, if it is a `kind`; else a `CheckpointError`."""
+    if value is None:
+        raise CheckpointError(f"{where} is damaged, or another program's: {what} is missing.")
+    if not isinstance(value, kind):
+        raise CheckpointError(
+            f"{where} is damaged, or another program's: {what} is a {type(value).__name__} instead of a "
+            f"{kind.__name__}."
+        )
+    return value
+
+
+def at(items: list[Kind], index: int, where: str, what: str) -> Kind:
+    """`items[index]`, if there is one."""
+    if not 0 <= index < len(items):
+        raise CheckpointError(f"{where} is damaged: it has {len(items)} {what}, and number {index} is needed.")
+    return items[index]
+
+
+def shapes_in(table: Table) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, if `table` has nothing else."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in table.values.items():
+        if not isinstance(name, str) or not isinstance(shape, tuple | list):
+            raise CheckpointError(f"{table.where} is damaged: it has no shape for {name!a:.200}.")
+        if len(shape) > 64 or not all(type(one) is int and 0 <= one < 2**62 for one in shape):
+            raise CheckpointError(f"{table.where} is damaged: {name!a:.200} has no shape that a tensor can have.")
+        shapes[name] = tuple(shape)
+    return shapes

@@ -1,0 +1,248 @@
+"""The gradients of one engine, from the backwards that leave them to the call that zeroes them.
+
+[Note: life of a gradient] A backward leaves gradients where the plan says. They are *prepared* once, for whoever
+asks first (a step, clipping, `p.grad`, `engine.get`): brought to where the update needs them, and their norm and
+which parameters have one agreed on by all ranks. A backward after that adds to what is prepared, and makes the next
+who asks prepare again. As in plain PyTorch an `optimizer.step()` leaves gradients in place, and `zero_grad` ends them;
+`engine.step()` does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from shardwise.errors import StateError
+from shardwise.optim import Piece
+from shardwise.precision import LossScaler, Verdict, clip, norm_of, norms_of, scale_gradients
+from shardwise.runtime import Mover, Runner
+from shardwise.storage import Flat
+
+Tensor = torch.Tensor
+
+
+class Gradients:
+    """Brings gradients home, and lets them be read, changed, clipped and zeroed. All ranks call every method.
+
+    `scaler` is asked anew each time, since a checkpoint may bring another scale.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        movers: Mapping[str, Mover],
+        runner: Runner,
+        verdict: Verdict,
+        exchange: Callable[[bytes], list[bytes]],
+        scaler: Callable[[], LossScaler | None],
+    ) -> None:
+        self._flats = [flat for flat in flats if flat.spec.trainable]
+        self._movers = movers
+        self._runner = runner
+        self._verdict = verdict
+        self._exchange = exchange
+        self._scaler = scaler
+        self._zeroed_at = runner.num_backwards
+        """How many backwards had ended when gradients were zeroed last."""
+        self._prepared_at: tuple[int, int] | None = None
+        """How many backwards had ended, and how many had been cut short, when gradients were prepared last."""
+        self._stepped_at: tuple[int, int] | None = None
+        """The same when a step used them last."""
+        self._norm: float | None = None
+        """The 2-norm of what is prepared, as it is now; `None` where it has to be worked out anew."""
+        self._norm_before: float | None = None
+        """The same before any clipping."""
+        self._norms: dict[float, list[float]] = {}
+        self._holds_more = False
+        """Whether there are gradients that no backward has left: zeros, or what somebody assigned."""
+        self._is_clipped_by_plan = False
+        self.is_taken = True
+        """Whether the step may be taken: no gradient has overflowed."""
+        self.epoch = 0
+        """Goes up whenever gradients are forgotten: whoever has one in hand can tell that it is gone."""
+
+    # -- whether there are any --------------------------------------------------------------------------
+
+    def exist(self) -> bool:
+        """Whether any parameter may have a gradient. The same on all ranks; sends nothing."""
+        since = max(self._zeroed_at, self._runner.cut_short_at)
+        return self._holds_more or self._runner.num_backwards > since
+
+    def wait(self) -> bool:
+        """Whether any that exist have not been used by a step yet. The same on all ranks; sends nothing."""
+        return self.exist() and self._stepped_at != self._moment()
+
+    def note_step(self) -> None:
+        """A step has used what there is."""
+        self._stepped_at = self._moment()
+
+    def has(self, flat: Flat, index: int) -> bool:
+        """Whether a parameter has a gradient, on any rank."""
+        if not flat.spec.trainable or not self.exist():
+            return False
+        self.prepare()
+        return flat.touched[index]
+
+    # -- for the step -----------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Bring gradients to where the update needs them, unless they are there, and agree on which there are."""
+        self._require_none_lost()
+        if self._prepared_at != self._moment():
+            self._bring()
+
+    def norm(self) -> float:
+        """The global 2-norm, as gradients are now."""
+        self.prepare()
+        if self._norm is None:
+            self._norm = norm_of(self._flats, 2.0, self._exchange)
+        return self._norm
+
+    def norm_before_clipping(self) -> float:
+        self.prepare()
+        if self._norm_before is None:
+            self._norm_before = self.norm()
+        return self._norm_before
+
+    def _bring(self) -> None:
+        scaler, runner = self._scaler(), self._runner
+        if scaler is not None and self._prepared_at is not None and self.is_taken:
+            scale_gradients(self._flats, scaler.scale)  # as are those that have come since
+        runner.before_step()
+        norm = self._verdict.pronounce()
+        if self._verdict.is_incomplete:
+            runner.reduce_unforeseen()
+            runner.before_step()
+            norm = self._verdict.pronounce()
+        self._forget_figures()
+        self.is_taken = True
+        if scaler is not None and self.exist():
+            norm = self._unscaled(scaler, norm)
+        self._norm = self._norm_before = norm
+        self._prepared_at = self._moment()
+
+    def _unscaled(self, scaler: LossScaler, norm: float) -> float:
+        """Take the loss scale out of the gradients and of their norm; learn whether the step may be taken."""
+        if self._runner.num_unscaled:
+            raise StateError(
+                "precision fp16 needs a scaled loss, but gradients came from a backward of one that was not. Call "
+                "engine.backward(loss), or engine.scale(loss).backward(), in the place of loss.backward(), for every "
+                "micro-batch; zero_grad() forgets what has come so far."
+            )
+        scale = scaler.scale
+        self.is_taken = scaler.judge(norm)
+        if not self.is_taken:
+            return norm
+        scale_gradients(self._flats, 1 / scale)
+        return norm / scale
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Scale to a global norm of at most `max_norm`; the norm before."""
+        norm = self.norm()
+        if norm_type != 2:
+            norm = norm_of(self._flats, norm_type, self._exchange)
+        if clip(self._flats, norm, max_norm):
+            before = self._norm_before
+            self._forget_figures()
+            self._norm_before = before
+        return norm
+
+    def clip_by_plan(self, max_norm: float) -> None:
+        """What a plan with `clip_grad_norm` asks for before an update, once, however many optimizers there are."""
+        if not self._is_clipped_by_plan:
+            self.clip(max_norm)
+            self._is_clipped_by_plan = True
+
+    # -- one parameter ----------------------------------------------------------------------------------
+
+    def norms(self, flat: Flat, index: int, norm_type: float) -> float:
+        """The norm of one parameter's gradient. Those of all are worked out together, in one message."""
+        self.prepare()
+        if norm_type not in self._norms:
+            self._norms[norm_type] = norms_of(self._flats, norm_type, self._exchange)
+        start = 0
+        for other in self._flats:
+            if other is flat:
+                return self._norms[norm_type][start + index]
+            start += len(other.slots)
+        return 0.0
+
+    def piece(self, flat: Flat, index: int) -> Tensor:
+        """This rank's elements of a gradient that exists; tell `changed` if they are written to."""
+        if flat.due is None:
+            flat.make_due()
+        piece = flat.due_piece(index)
+        assert piece is not None
+        return piece
+
+    def changed(self) -> None:
+        """Somebody has written to a gradient: figures that were known of them no longer hold."""
+        self._forget_figures()
+
+    def assign(self, flat: Flat, index: int, value: Tensor | None) -> None:
+        """Put the mean of every rank's whole `value` in the place of a parameter's gradient; `None`: it has none."""
+        if self.exist():
+            self.prepare()
+        else:
+            self._prepared_at = self._moment()
+        piece = self.piece(flat, index)
+        if value is None:
+            piece.zero_()
+        else:
+            span = flat.slots[index].span.overlap(flat.optim_span).within(flat.slots[index].span)
+            mean = self._movers[flat.name].mean_over_ranks(value.detach().reshape(-1).to(piece.dtype))
+            piece.copy_(mean[span.start : span.stop])
+            self._holds_more = True
+        flat.touched[index] = value is not None
+        self._forget_figures()
+
+    # -- the end ----------------------------------------------------------------------------------------
+
+    def zero(self, pieces: Sequence[Piece] | None = None, *, keep: bool = False) -> None:
+        """Forget the gradients of `pieces`, or all; with `keep` they become zeros, by which optimizers still act."""
+        if keep or pieces is not None:
+            self._zero_some(pieces, keep=keep)
+            return
+        for flat in self._flats:
+            flat.drop_gradients()
+        self._zeroed_at = self._runner.num_backwards
+        self._runner.forgive()
+        self._prepared_at, self._holds_more, self.is_taken = None, False, True
+        self.epoch += 1
+        self._forget_figures()
+
+    def _zero_some(self, pieces: Sequence[Piece] | None, *, keep: bool) -> None:
+        if not self.exist():
+            self.zero()
+            return
+        self.prepare()
+        self._holds_more = True
+        for flat, index in self._places() if pieces is None else [(piece.flat, piece.index) for piece in pieces]:
+            if flat.spec.trainable and flat.touched[index]:
+                self.piece(flat, index).zero_()
+                flat.touched[index] = keep
+        self.is_taken = True
+        self._forget_figures()
+
+    def _places(self) -> list[tuple[Flat, int]]:
+        return [(flat, index) for flat in self._flats for index in range(len(flat.slots))]
+
+    # -- what it knows ----------------------------------------------------------------------------------
+
+    def _moment(self) -> tuple[int, int]:
+        return self._runner.num_backwards, self._runner.num_cut_short
+
+    def _forget_figures(self) -> None:
+        self._norm = self._norm_before = None
+        self._norms.clear()
+        self._is_clipped_by_plan = False
+
+    def _require_none_lost(self) -> None:
+        self._runner.recover_if_cut_short()
+        lost = self._runner.cut_short_at - self._zeroed_at
+        if lost > 0 or (self._holds_more and self._runner.cut_short_at >= 0):
+            raise StateError(
+                "A backward raised, and the gradients that waited beside it are incomplete now. Call zero_grad(), and "
+                "take the micro-batches of this step again."
+            )

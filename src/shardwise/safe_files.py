@@ -1,0 +1,172 @@
+"""Reading what strangers wrote: files that are what and where they should be, and JSON within bounds.
+
+A checkpoint is data from somewhere else, and may be damaged or made to do harm. So the names in it are plain, its files
+are regular and lie in its own folder, and its JSON is small, shallow and says everything once. Whatever is not so
+is refused with a `CheckpointError` before anything of it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shardwise.errors import CheckpointError
+
+MAX_JSON_BYTES = 10**8
+"""As much as the safetensors library takes for the head of a file."""
+MAX_JSON_DEPTH = 64
+MAX_NAME_CHARS = 4096
+HUB_LINKS, HUB_FILES = "snapshots", "blobs"
+"""The cache of huggingface_hub: `snapshots/REVISION/` has links to files in `blobs/`, its neighbour."""
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether `name` can only mean something that lies directly in a folder."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= MAX_NAME_CHARS
+        and name not in (".", "..")
+        and not any(char in "/\\\0" or 0xD800 <= ord(char) < 0xE000 for char in name)
+    )
+
+
+def inside(folder: Path, name: object) -> Path:
+    """`folder / name`, wherever a link leads, as long as that is in the folder too; it need not exist.
+
+    Raises `CheckpointError` if `name` is no plain name, or is a link to elsewhere. Links of the hub's cache, from a
+    snapshot to its blobs, are followed.
+    """
+    if not isinstance(name, str) or not is_plain_name(name):
+        raise CheckpointError(
+            f"{folder} names {_short(name)}, which is not a plain file name. What belongs to a checkpoint lies in its "
+            f"own folder; this one is damaged, or was made to lead elsewhere."
+        )
+    path = folder / name
+    if not path.is_symlink():
+        return path
+    try:
+        real, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+        raise CheckpointError(f"{path} is a link that leads nowhere: {error}") from error
+    homes = [home, home.parent.parent / HUB_FILES] if home.parent.name == HUB_LINKS else [home]
+    if not any(real.is_relative_to(one) for one in homes):
+        raise CheckpointError(
+            f"{path} is a link to {real}, outside of the checkpoint, which is not followed. Put the file itself there "
+            f"if it belongs to it."
+        )
+    return path
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """`path`, open for reading without a buffer. Raises `CheckpointError` if it is missing, or is no regular file.
+
+    Never waits: a pipe in a file's place is refused, not read.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise CheckpointError(f"{path} is not a regular file, so it is not read.")
+    return os.fdopen(handle, "rb", buffering=0)
+
+
+def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """All of the regular file `path`, which must not have more than `max_bytes`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise CheckpointError(f"{path} has {size} bytes, more than the {max_bytes} that such a file may have.")
+        return read_exactly(file, 0, size, path)
+
+
+def read_exactly(file: BinaryIO, start: int, num_bytes: int, path: Path) -> bytes:
+    """Bytes `start` to `start + num_bytes` of `file`, which is `path`; memory is taken only for what is there."""
+    size = os.fstat(file.fileno()).st_size
+    if not 0 <= start <= start + num_bytes <= size:
+        raise CheckpointError(f"{path} has {size} bytes, and {num_bytes} from byte {start} were expected; it was cut.")
+    content = bytearray(num_bytes)
+    fill_exactly(file, start, memoryview(content), path)
+    return bytes(content)
+
+
+def fill_exactly(file: BinaryIO, start: int, into: memoryview, path: Path) -> None:
+    """Fill `into` with the bytes of `file`, which is `path`, from `start` on."""
+    done = 0
+    while done < len(into):
+        try:
+            count = os.preadv(file.fileno(), [into[done:]], start + done)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read at byte {start + done}: {error}") from error
+        if count == 0:
+            raise CheckpointError(f"{path} ends at byte {start + done}; it was cut.")
+        done += count
+
+
+def read_text(path: Path, max_bytes: int = 2**16) -> str:
+    """The short text in the regular file `path`, without what is blank around it."""
+    try:
+        return read_regular(path, max_bytes).decode().strip()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not text: {error}") from error
+
+
+def read_json(
+    path: Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_JSON_DEPTH, lenient: bool = False
+) -> dict[str, Any]:
+    """The JSON object in the regular file `path`; see `parse_json`."""
+    return parse_json(read_regular(path, max_bytes), path, max_depth=max_depth, lenient=lenient)
+
+
+def parse_json(content: bytes, path: Path, *, max_depth: int = MAX_JSON_DEPTH, lenient: bool = False) -> dict[str, Any]:
+    """`content`, of the file `path`, as a JSON object.
+
+    Raises `CheckpointError` for what is not JSON, is nested deeper than `max_depth`, or has text that is not Unicode;
+    and unless it is `lenient`, as files are that people write, for a key that is there twice, for NaN and infinity.
+    """
+    strictly: dict[str, Any] = {} if lenient else {"object_pairs_hook": _once, "parse_constant": _no_number}
+    try:
+        value = json.loads(content.decode(), **strictly)
+        if b"\\u" in content:
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else _short(str(error), quote=False)
+        raise CheckpointError(f"{path} cannot be read as JSON: {why}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} cannot be read: it holds a JSON {type(value).__name__} instead of an object.")
+    _check_depth(value, path, max_depth)
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"it says {_short(twice)} twice")
+    return made
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is not a number in JSON")
+
+
+def _check_depth(value: object, path: Path, max_depth: int) -> None:
+    level = [value]
+    for _ in range(max_depth):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise CheckpointError(f"{path} cannot be read: its JSON is nested deeper than {max_depth}.")
+
+
+def _short(value: object, *, quote: bool = True) -> str:
+    text = ascii(value) if quote else value if isinstance(value, str) else str(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,161 @@
+"""Whole tensors of a sharded model that hold no values: they are gathered when something asks for them.
+
+[Note: whole tensors] `param.data`, `param.detach()`, a `state_dict()` and `param.grad` give one of these for a
+parameter at rest. It stands for the values as they are at the moment when they are asked for, as a tensor that shares
+the parameter's memory would, and what is written to it goes to every rank. Views of it remember how they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardwise.errors import StateError
+
+Tensor = torch.Tensor
+Step = Callable[[Tensor], Tensor]
+"""How a view is made of what it is a view of."""
+
+
+class Source(Protocol):
+    """Where the values are."""
+
+    @property
+    def name(self) -> str:
+        """In words: `h.0.weight`, `the gradient of h.0.weight`."""
+        ...
+
+    def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What `func` means that is called with a handle of this."""
+        ...
+
+    def opened(self) -> AbstractContextManager[Tensor]:
+        """Inside, the whole values. All ranks enter."""
+        ...
+
+    def take_over(self, values: Tensor) -> None:
+        """`values`, as `opened` gives them, have been written to. All ranks call."""
+        ...
+
+    def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Change this rank's elements alone by `func(elements, *args, **kwargs)`; False if that is not possible."""
+        ...
+
+    def norm(self, norm_type: float) -> float | None:
+        """The norm, where it can be had without gathering the values."""
+        ...
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise what is to be said to somebody who asks for `what` of the memory."""
+        ...
+
+
+class Home(Source, Protocol):
+    """Where a parameter is."""
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether it is freed between computations."""
+        ...
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the model's forward, or a backward, is running."""
+        ...
+
+    def require_open(self) -> None:
+        """Raise unless the engine still holds the parameter."""
+        ...
+
+    def reach(self) -> None:
+        """A computation reads the parameter, which is whole from here on until that is over."""
+        ...
+
+    def seen(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+        """What autograd saved of the parameter, while it is whole."""
+        ...
+
+    def whole(self) -> Whole: ...
+    def gradient(self) -> Whole | None: ...
+    def set_gradient(self, value: Tensor | None) -> None: ...
+    def require_alike(self, value: Tensor) -> None: ...
+    def require_may_train(self, *, wanted: bool) -> None: ...
+    def refuse_hook(self) -> NoReturn: ...
+
+
+class AtRest:
+    """What the class of every parameter at rest is a subclass of."""
+
+    __slots__ = ()
+
+    def home(self) -> Home:
+        raise NotImplementedError
+
+
+class Whole(torch.Tensor):
+    """One such tensor: it has a shape, a dtype and a device."""
+
+    source: Source
+    steps: tuple[Step, ...]
+
+    @staticmethod
+    def __new__(
+        cls, source: Source, steps: tuple[Step, ...], like: Tensor, device: torch.device | None = None
+    ) -> Whole:
+        """Of the shape, strides and dtype of `like`; on its device, unless `device` is given."""
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
+        )
+        assert isinstance(made, Whole)
+        made.source, made.steps = source, steps
+        return made
+
+    def __init__(self, *_: object) -> None:
+        """Made by `__new__`."""
+
+    def seen_in(self, values: Tensor) -> Tensor:
+        """This view of the source's `values`."""
+        for step in self.steps:
+            values = step(values)
+        return values
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Needs no other rank, so that debuggers and error messages may show it."""
+        about = f"{self.source.name}, {list(self.shape)}, {self.dtype}"
+        return f"<{about}: sharded; .clone() gathers the values, on all ranks>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = self.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's own
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Whole))
+        return first.source.use(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is not typed as it is called
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],  # torch's signature
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        raise StateError(
+            f"{func} reads a tensor of a sharded model that holds no values here, and does it below the functions of "
+            f"PyTorch that know how to gather them. Give it a copy: tensor.clone(), on all ranks."
+        )

@@ -1,0 +1,292 @@
+"""Who knows the parameters of one engine by name, and answers for them while they are at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from shardwise.access import Access
+from shardwise.errors import ModelError, StateError
+from shardwise.gradients import Gradients
+from shardwise.placement import Slot
+from shardwise.runtime import Mover, Runner
+from shardwise.storage import Flat, Unit
+from shardwise.tensors.handles import AtRest, Whole
+from shardwise.tensors.use import plainly, use
+
+Tensor = torch.Tensor
+
+
+class Owner:
+    """Answers for the parameters of one engine while they are at rest.
+
+    `before_change` is called before a parameter is written to.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        runner: Runner,
+        movers: Mapping[str, Mover],
+        access: Access,
+        gradients: Gradients,
+        before_change: Callable[[], None],
+    ) -> None:
+        self.runner = runner
+        self.movers = movers
+        self.access = access
+        self.gradients = gradients
+        self.before_change = before_change
+        self.is_closed = False
+        self._flats = [flat for unit in units for flat in unit.flats]
+        self._homes: dict[int, ParamHome] = {
+            id(param): ParamHome(self, unit, flat, index)
+            for unit in units
+            for flat in unit.flats
+            for index, param in enumerate(flat.params)
+        }
+        self._types: dict[type, type] = {}
+        for flat in self._flats:
+            flat.guard(self._resting_type)
+
+    def close(self) -> None:
+        """The engine is closed. Parameters that are whole are plain again; others say that they are not there."""
+        self.is_closed = True
+        for flat in self._flats:
+            if flat.spec.resident:
+                flat.unguard()
+            else:
+                flat.rest()
+
+    def release(self) -> None:
+        """All parameters have their own class again; what they read is somebody else's business."""
+        for flat in self._flats:
+            flat.unguard()
+
+    def home_of(self, param: object) -> ParamHome:
+        return self._homes[id(param)]
+
+    def revive(self, home: ParamHome) -> None:
+        """Give a parameter of a closed engine memory of its own, to be overwritten."""
+        param = home.param
+        param.__class__ = next(plain for plain, resting in self._types.items() if resting is type(param))
+        param.data = torch.empty(home.slot.shape, dtype=param.dtype, device=param.device)
+
+    def _resting_type(self, plain: type) -> type:
+        if plain not in self._types:
+            self._types[plain] = _resting_type(plain, self)
+        return self._types[plain]
+
+
+class ParamHome:
+    """Where one parameter is: a `Home`."""
+
+    def __init__(self, owner: Owner, unit: Unit, flat: Flat, index: int) -> None:
+        self._owner = owner
+        self._unit = unit
+        self._flat = flat
+        self._index = index
+        self.use = use
+
+    @property
+    def slot(self) -> Slot:
+        return self._flat.slots[self._index]
+
+    @property
+    def name(self) -> str:
+        return self.slot.name
+
+    @property
+    def param(self) -> torch.nn.Parameter:
+        return self._flat.params[self._index]
+
+    @property
+    def comes_and_goes(self) -> bool:
+        return not self._flat.spec.resident
+
+    @property
+    def is_computing(self) -> bool:
+        return self._owner.runner.is_computing
+
+    def require_open(self) -> None:
+        if self._owner.is_closed:
+            raise StateError(
+                f"{self.name} is not whole on any rank: its engine was closed. Take engine.state_dict() before "
+                f"engine.close(); a model built anew, or this one, can load it."
+            )
+
+    # -- values -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        with self._owner.runner.borrowed([self._unit]):
+            yield plainly(Tensor.detach, [self.param], {})
+
+    def reach(self) -> None:
+        self._owner.runner.reach(self._unit)
+
+    def seen(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+        return self._flat.full.as_strided(tuple(size), tuple(stride), offset)
+
+    def take_over(self, values: Tensor) -> None:
+        """Rank 0's `values` become everybody's."""
+        owner, flat = self._owner, self._flat
+        owner.before_change()
+        owner.runner.open_params()
+        flat_values = values.reshape(-1)
+        owner.movers[flat.name].broadcast(flat_values)
+        flat.accept_edit(self._index, flat_values)
+        owner.runner.close_params()
+
+    def whole(self) -> Whole:
+        return Whole(self, (), plainly(Tensor.detach, [self.param], {}))
+
+    def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:  # noqa: ARG002
+        return False  # what is kept may be wider than what is seen: only whole values are written
+
+    def norm(self, norm_type: float) -> float | None:  # noqa: ARG002
+        return None
+
+    # -- its gradient -----------------------------------------------------------------------------------
+
+    def gradient(self) -> Whole | None:
+        gradients = self._owner.gradients
+        if not gradients.has(self._flat, self._index):
+            return None
+        dtype = gradients.piece(self._flat, self._index).dtype
+        like = torch.empty(self.slot.shape, dtype=dtype, device="meta")
+        return Whole(GradSource(self._owner, self._flat, self._index, gradients.epoch), (), like, self._flat.device)
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        if not self._flat.spec.trainable:
+            raise StateError(f"{self.name} is frozen, so a gradient that it is given would not be used.")
+        if value is not None and tuple(value.shape) != self.slot.shape:
+            raise ModelError(f"{self.name} has shape {list(self.slot.shape)}, but the gradient {list(value.shape)}.")
+        if value is not None and not value.is_floating_point():
+            raise ModelError(f"{self.name} is {self.param.dtype}, but the gradient {value.dtype}.")
+        whole = value.clone() if isinstance(value, AtRest | Whole) else value
+        self._owner.gradients.assign(self._flat, self._index, whole)
+
+    # -- what is refused --------------------------------------------------------------------------------
+
+    def require_alike(self, value: Tensor) -> None:
+        param = self.param
+        if (tuple(value.shape), value.dtype, value.device) == (self.slot.shape, param.dtype, param.device):
+            return
+        raise StateError(
+            f"{self.name} is {list(self.slot.shape)}, {param.dtype} on {param.device}, in the engine's memory; it was "
+            f"to become {list(value.shape)}, {value.dtype} on {value.device}. Say precision and device before: in the "
+            f"plan (`precision: bf16`, engine.reshard(plan) changes it), and with shard(..., device=...)."
+        )
+
+    def require_may_train(self, *, wanted: bool) -> None:
+        if wanted and not self._flat.spec.trainable:
+            raise StateError(
+                f"{self.name} was frozen when the model was sharded, so no memory is planned for its gradient. Let it "
+                f"train from the start and freeze it later, or call requires_grad_() before shard()."
+            )
+
+    def refuse_hook(self) -> NoReturn:
+        raise StateError(
+            f"A post-accumulate hook on {self.name} would see a gradient of this rank alone, before it is averaged, "
+            f"and what it does to it would be lost. Read gradients between backward and step instead: param.grad, or "
+            f"engine.get({self.name!r}, 'grad')."
+        )
+
+    def refuse(self, what: str) -> NoReturn:
+        raise StateError(
+            f"{self.name} is sharded, and {what} cannot be had: no rank has all of it between two computations. "
+            f"param.detach().clone() or engine.get({self.name!r}), called by all ranks, gives the values."
+        )
+
+
+@dataclass(frozen=True)
+class GradSource:
+    """The gradient of one parameter, between a backward and `zero_grad`: a `Source`."""
+
+    owner: Owner
+    flat: Flat
+    index: int
+    epoch: int
+
+    @property
+    def name(self) -> str:
+        return f"the gradient of {self.flat.slots[self.index].name}"
+
+    def use(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return use(func, args, kwargs)
+
+    @contextmanager
+    def opened(self) -> Iterator[Tensor]:
+        self._require_there()
+        whole = self.owner.access.read(self.flat.slots[self.index].name, "grad")
+        assert whole is not None
+        yield whole
+
+    def take_over(self, values: Tensor) -> None:
+        self.owner.gradients.assign(self.flat, self.index, values)
+
+    def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        self._require_there()
+        func(self.owner.gradients.piece(self.flat, self.index), *args, **kwargs)
+        self.owner.gradients.changed()
+        return True
+
+    def norm(self, norm_type: float) -> float | None:
+        self._require_there()
+        return self.owner.gradients.norms(self.flat, self.index, norm_type)
+
+    def refuse(self, what: str) -> NoReturn:
+        raise StateError(f"{self.name} is sharded, and {what} cannot be had; .clone(), on all ranks, gives the values.")
+
+    def _require_there(self) -> None:
+        gradients = self.owner.gradients
+        if gradients.epoch != self.epoch or not gradients.has(self.flat, self.index):
+            raise StateError(
+                f"{self.name} is gone: gradients were zeroed since it was taken from param.grad. Clone what is to stay."
+            )
+
+
+def _resting_type(plain: type, owner: Owner) -> type:
+    """A subclass of `plain` for `owner`'s parameters at rest. It keeps the name, which people see."""
+
+    def home(self: Any) -> ParamHome:
+        return owner.home_of(self)
+
+    def torch_function(
+        cls: type,  # noqa: ARG001
+        func: Callable[..., Any],
+        types: Sequence[type],  # noqa: ARG001
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if owner.is_closed and func is Tensor.copy_ and isinstance(args[0], AtRest):
+            owner.revive(owner.home_of(args[0]))
+            return func(*args, **(kwargs or {}))
+        return use(func, args, kwargs or {})
+
+    def shown(self: Any) -> str:
+        """Needs no other rank, so that debuggers and error messages may show it."""
+        slot, dtype = owner.home_of(self).slot, self.dtype
+        return f"Parameter {slot.name} {list(slot.shape)}, {dtype}: sharded; engine.get({slot.name!r}) has the values"
+
+    def refuse_copy(self: Any, *_: object) -> NoReturn:
+        raise StateError(
+            f"{owner.home_of(self).name} is sharded, so the model cannot be copied or pickled as it is. Build another "
+            f"and load engine.state_dict() into it, on all ranks; checkpoints are written by engine.save(folder)."
+        )
+
+    members: dict[str, Any] = {
+        "home": home,
+        "__torch_function__": classmethod(torch_function),
+        "__repr__": shown,
+        "__deepcopy__": refuse_copy,
+        "__reduce_ex__": refuse_copy,
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+    }
+    return type(plain)(plain.__name__, (AtRest, plain), members)

@@ -1,0 +1,99 @@
+"""The functions of PyTorch, by what they do to a tensor that they are given.
+
+What is named nowhere here reads the values, or changes them, which is found by trying it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+Function = Callable[..., Any]
+
+
+def _getters(*names: str) -> set[Function]:
+    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
+
+
+METADATA: frozenset[Function] = frozenset(
+    {
+        *_getters(
+            *(
+                "shape",
+                "dtype",
+                "device",
+                "layout",
+                "ndim",
+                "itemsize",
+                "nbytes",
+                "requires_grad",
+                "is_leaf",
+                "grad_fn",
+            ),
+            *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn"),
+            *("is_xpu", "is_mps", "is_mtia", "is_vulkan", "is_maia", "is_ipu", "is_xla", "output_nr", "names", "name"),
+            *("retains_grad", "volatile", "grad_dtype", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+            *("_base", "_cdata", "grad_fn", "_grad_fn"),
+        ),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size),
+        *(Tensor.stride, Tensor.storage_offset, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
+        *(Tensor.is_signed, Tensor.get_device, Tensor.is_inference, Tensor.is_conj, Tensor.is_neg, Tensor.is_pinned),
+        *(Tensor.is_coalesced, Tensor.dim_order, Tensor.__len__, Tensor.register_hook, Tensor._is_view),
+        *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.is_conj, torch.is_neg),
+        *(torch.numel, torch.result_type, torch.is_same_size, torch.is_distributed, Tensor.is_same_size),
+        *(torch.autograd.grad, torch.autograd.backward, torch.autograd.graph.get_gradient_edge),
+        torch._has_compatible_shallow_copy_type,
+    }
+)
+"""They look at nothing but what is known without the values, or use a parameter as a leaf of a graph alone."""
+
+ALIKE: frozenset[Function] = frozenset(
+    {torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}
+)
+"""They make a tensor of the same shape, and do not look at the values."""
+
+_ATTRIBUTES: Mapping[str, Any] = vars(torch._C.TensorBase)
+GET_GRAD: Function = _ATTRIBUTES["grad"].__get__
+SET_GRAD: Function = _ATTRIBUTES["grad"].__set__
+DELETE_GRAD: Function = _ATTRIBUTES["grad"].__delete__
+GET_DATA: Function = _ATTRIBUTES["data"].__get__
+SET_DATA: Function = _ATTRIBUTES["data"].__set__
+GET_REQUIRES_GRAD: Function = _ATTRIBUTES["requires_grad"].__get__
+SET_REQUIRES_GRAD: Function = _ATTRIBUTES["requires_grad"].__set__
+
+DETACH: frozenset[Function] = frozenset({Tensor.detach, torch.detach, GET_DATA})
+"""They give the same values, apart from any graph."""
+
+COPIED: frozenset[Function] = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist})
+"""They hand out memory itself, and so are given a copy of the values, which stays theirs."""
+
+STORAGE: dict[Function, str] = {
+    Tensor.untyped_storage: "its storage",
+    Tensor._typed_storage: "its storage",
+    Tensor.storage: "its storage",
+    Tensor.data_ptr: "the address of its memory",
+    Tensor.set_: "its storage",
+    Tensor.resize_: "its size",
+    Tensor.resize_as_: "its size",
+    Tensor.share_memory_: "its memory, to share it,",
+}
+
+NORMS: frozenset[Function] = frozenset({torch.linalg.vector_norm, Tensor.norm, torch.norm})
+
+SCALINGS: frozenset[Function] = frozenset(
+    {
+        *(Tensor.mul_, Tensor.div_, Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_, Tensor.clip_, Tensor.zero_),
+        *(Tensor.neg_, Tensor.nan_to_num_, Tensor.__imul__, Tensor.__itruediv__, Tensor.multiply_, Tensor.divide_),
+    }
+)
+"""Elementwise changes that need no other elements, if what else they are given are numbers."""
+
+
+def name_of(func: Function) -> str:
+    """As its caller knows it: `mul_`, `grad`."""
+    name = getattr(func, "__name__", str(func))
+    owner = getattr(func, "__self__", None)
+    return getattr(owner, "__name__", name) if name in ("__get__", "__set__", "__delete__") else name

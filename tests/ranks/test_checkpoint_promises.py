@@ -1,0 +1,586 @@
+"""What a save or a resume cannot mean is refused in a sentence on all ranks; what happens to a folder is survived."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import adamw, work_on_ranks
+
+import shardwise as sw
+from shardwise.checkpoint import Keep, checkpoints_in, folder, saver, write
+from shardwise.checkpoint.schema import read_index
+from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.state import content
+from shardwise.testing import run_ranks
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+
+
+def on_ranks(num_ranks: int, work: Callable[[sw.Engine], Any], make: Any = build, optimizer: Any = adamw) -> list[Any]:
+    return work_on_ranks(num_ranks, work, "zero3", make, optimizer)
+
+
+def step(engine: sw.Engine, num_steps: int = 1) -> None:
+    for _ in range(num_steps):
+        engine.backward(engine(torch.ones(2, 6)).square().sum())
+        engine.step()
+
+
+def values(engine: sw.Engine) -> dict[str, torch.Tensor]:
+    return {entry.key: entry.tensor.detach().clone() for entry in content(engine._works).entries}
+
+
+def refused(kind: type[Exception], words: str, work: Callable[[], object]) -> str:
+    with pytest.raises(kind, match=words) as caught:
+        work()
+    return str(caught.value)
+
+
+# -- the folder ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("what", ["folder", "lock"])
+def test_what_was_removed_is_made_again(what: str, wait: bool, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def work(engine: sw.Engine) -> None:
+        step(engine)
+        engine.save(run)
+        engine.world.barrier()
+        if engine.world.rank == 0:
+            shutil.rmtree(run) if what == "folder" else (run / ".lock").unlink()
+        engine.world.barrier()
+        step(engine)
+        engine.save(run, wait=wait)
+        engine.wait_for_save()
+        assert (run / ".lock").exists()
+        engine.world.barrier()
+
+    on_ranks(2, work)
+    assert list(checkpoints_in(run)) == ([2] if what == "folder" else [1, 2])
+
+
+def test_a_folder_removed_behind_a_save_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's file and note are there; rank 1 cannot leave its own any more."""
+    run, go = tmp_path / "run", threading.Event()
+    plain = write.write_text
+
+    def held(path: Path, text: str) -> None:
+        if path.name == "rank-00001.json":
+            assert go.wait(30)
+        plain(path, text)
+
+    monkeypatch.setattr(write, "write_text", held)
+
+    def work(engine: sw.Engine) -> str:
+        step(engine)
+        engine.save(run, wait=False)
+        engine.world.barrier()
+        if engine.world.rank == 0:
+            while not list(run.glob(".writing-*/rank-00000.json")):
+                time.sleep(0.01)
+            shutil.rmtree(run)
+            go.set()
+        letter = refused(CheckpointError, "could not be written", engine.wait_for_save)
+        step(engine)
+        engine.save(run)
+        return letter
+
+    started = time.monotonic()
+    letters = on_ranks(2, work)
+    assert time.monotonic() - started < 20
+    assert letters[0] == letters[1]
+    assert list(checkpoints_in(run)) == [2]
+
+
+def test_a_place_that_may_not_be_looked_into_is_refused_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on rank 0 alone, and not taken for an empty one."""
+    plain = os.listdir
+
+    def denied(path: Any) -> list[str]:
+        if Path(path) == tmp_path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(folder.os, "listdir", denied)
+
+    def work(engine: sw.Engine) -> str:
+        return refused(CheckpointError, "cannot be looked into: .*Permission denied", lambda: engine.resume(tmp_path))
+
+    letters = on_ranks(2, work)
+    assert letters[0] == letters[1]
+
+
+def test_latest_without_its_index_names_the_others(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> str:
+        for _ in range(3):
+            step(engine)
+            engine.save(tmp_path)
+        engine.world.barrier()
+        if engine.world.rank == 0:
+            (tmp_path / "step-00000003/index.json").unlink()
+        engine.world.barrier()
+        before = values(engine)
+        letter = refused(CheckpointError, "names step-00000003", lambda: engine.resume(tmp_path))
+        assert all(torch.equal(value, values(engine)[key]) for key, value in before.items())
+        resumed = engine.resume(tmp_path / "step-00000002")
+        assert resumed is not None
+        assert resumed.step == 2
+        return letter
+
+    letters = on_ranks(2, work)
+    assert letters[0] == letters[1]
+    assert "There are step-00000002, step-00000001. To go on from one of them, name it: '" in letters[0]
+    with pytest.raises(CheckpointError, match="names step-00000003"):
+        sw.inspect(tmp_path)
+
+
+def test_verify_reads_what_the_ranks_remember(tmp_path: Path) -> None:
+    path: Path = on_ranks(2, lambda engine: engine.save(tmp_path))[0]
+    chunk = next(chunk for chunk in read_index(path).chunks if chunk.key == "rank/1")
+    content = bytearray((path / chunk.file).read_bytes())
+    content[chunk.offset + 5] ^= 1
+    (path / chunk.file).write_bytes(content)
+    problems = sw.inspect(path, verify=True).problems
+    assert len(problems) == 1
+    assert "rank-00001.safetensors is damaged in rank 1" in problems[0]
+
+
+# -- what a save cannot mean -----------------------------------------------------------------------------
+
+
+def test_gradients_that_wait_are_not_left_behind(tmp_path: Path) -> None:
+    """Also if only one rank has any."""
+
+    def work(engine: sw.Engine) -> None:
+        step(engine)
+        engine.backward(engine(torch.ones(2, 6)).sum())
+        words = r"Gradients are waiting for a step; take it, or call zero_grad\(\)"
+        for wait in (True, False):
+            refused(StateError, words, lambda wait=wait: engine.save(tmp_path, wait=wait))  # type: ignore[misc]
+        engine.zero_grad()
+        engine.save(tmp_path)
+        engine.world.barrier()
+        if engine.world.rank == 1:
+            engine._works.flats[0].touched[0] = True
+        refused(StateError, words, lambda: engine.save(tmp_path))
+        engine.zero_grad()
+
+    on_ranks(2, work)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, True, "3", 10**20])
+def test_a_step_that_is_none(number: Any, tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> None:
+        refused(ConfigError, f"step is {number!r}, which is no number of steps", lambda: engine.save(tmp_path, number))
+
+    on_ranks(2, work)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_save_other_steps_are_told(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> None:
+        rank = engine.world.rank
+        refused(CheckpointError, "rank 0 saves step 5, rank 1 step 6", lambda: engine.save(tmp_path, 5 + rank))
+
+    on_ranks(2, work)
+    assert list(checkpoints_in(tmp_path)) == []
+
+
+def test_metrics_are_numbers_or_tensors_of_one(tmp_path: Path) -> None:
+    def work(engine: sw.Engine) -> None:
+        loss = engine(torch.ones(2, 6)).sum()
+        engine.save(tmp_path, metrics={"loss": loss, "best": 3, "rate": torch.tensor([0.5])}, keep=Keep(best="loss"))
+        for wrong in (torch.ones(2), "low", None, [1.0]):
+            metrics: Any = {"loss": wrong}
+            save = functools.partial(engine.save, tmp_path, 7, metrics=metrics)
+            refused(ConfigError, r"metrics\['loss'\] is a", save)
+
+    on_ranks(2, work)
+    assert list(checkpoints_in(tmp_path)) == [0]
+    metrics = read_index(tmp_path / "step-00000000").metrics
+    assert (metrics["best"], metrics["rate"], type(metrics["loss"])) == (3.0, 0.5, float)
+
+
+def test_keys_keep_their_order(tmp_path: Path) -> None:
+    state = {"zebra": 1, "ant": {"z": 1, "a": 2}, "map": {3: "c", 1: "a"}}
+
+    def work(engine: sw.Engine) -> None:
+        engine.save(tmp_path, state=state)
+        resumed = engine.resume(tmp_path)
+        assert resumed is not None
+        assert resumed.state == state
+        assert [list(resumed.state), list(resumed.state["ant"]), list(resumed.state["map"])] == [
+            ["zebra", "ant", "map"],
+            ["z", "a"],
+            [3, 1],
+        ]
+
+    on_ranks(2, work)
+
+
+def test_a_state_too_deep_to_be_read_again_is_refused(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(120):
+        deep = [deep]
+
+    def work(engine: sw.Engine) -> None:
+        refused(ConfigError, "state nests more than 90", lambda: engine.save(tmp_path, state={"x": deep}))
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_fails_after_a_checkpoint_is_there_says_so(
+    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "step-00000000")
+
+    monkeypatch.setattr(folder, "thin_out", fails)
+
+    def work(engine: sw.Engine) -> str:
+        def save() -> None:
+            engine.save(tmp_path, wait=wait, keep=Keep(last=1))
+            engine.wait_for_save()
+
+        return refused(CheckpointError, "is written, but older ones, .* could not be removed", save)
+
+    letters = on_ranks(2, work)
+    assert letters[0] == letters[1]
+    assert "could not be written" not in letters[0]
+    assert list(checkpoints_in(tmp_path)) == [0]
+
+
+def test_a_latest_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = write.write_text
+
+    def full(path: Path, text: str) -> None:
+        if path.name == "latest":
+            raise OSError(28, "No space left on device")
+        plain(path, text)
+
+    monkeypatch.setattr(folder, "write_text", full)
+
+    def work(engine: sw.Engine) -> None:
+        letter = refused(CheckpointError, "is written, but .*latest could not be made", lambda: engine.save(tmp_path))
+        assert "resume('" in letter
+        assert engine.resume(tmp_path / "step-00000000") is not None
+
+    on_ranks(2, work)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("where", ["sized", "take", "remembered"])
+def test_a_failure_of_one_rank_is_everybodys(
+    where: str, wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two agreements: nobody waits for a rank that has failed by itself."""
+    plain_sized, plain_take = write.Stage.sized, write.Snapshot.take
+    armed = threading.Event()
+
+    def is_rank_1() -> bool:
+        return armed.is_set() and threading.current_thread().name == "rank 1"
+
+    def sized(stage: write.Stage, num_bytes: int) -> torch.Tensor:
+        if where == "sized" and is_rank_1():
+            raise MemoryError("not that much")
+        return plain_sized(stage, num_bytes)
+
+    def take(snapshot: write.Snapshot) -> None:
+        if where == "take" and is_rank_1():
+            raise RuntimeError("not that much")
+        plain_take(snapshot)
+
+    class Thing:
+        def state_dict(self) -> dict[str, Any]:
+            if where == "remembered" and is_rank_1():
+                raise ValueError("not that much")
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    monkeypatch.setattr(write.Stage, "sized", sized)
+    monkeypatch.setattr(write.Snapshot, "take", take)
+
+    def work(engine: sw.Engine) -> str:
+        engine.remember(thing=Thing())
+        step(engine)
+        armed.set()
+        engine.world.barrier()
+
+        def save() -> None:
+            engine.save(tmp_path, wait=wait)
+            engine.wait_for_save()
+
+        if where == "take" and wait:
+            save()
+            return ""
+        letter = refused(CheckpointError, "not that much", save)
+        engine.world.barrier()
+        armed.clear()
+        engine.save(tmp_path, wait=wait)
+        engine.wait_for_save()
+        return letter
+
+    started = time.monotonic()
+    letters = on_ranks(2, work)
+    assert time.monotonic() - started < 20
+    assert letters[0] == letters[1]
+    assert list(checkpoints_in(tmp_path)) == [1]
+    assert not list(tmp_path.glob(".writing-*"))
+
+
+def test_a_rank_that_died_behind_a_save_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is gone: no note will come. Seen by whoever waits for it, without a message."""
+    plain = saver.Writer.me
+
+    def me() -> saver.Writer:
+        mine = plain()
+        return saver.Writer(mine.place, 2**22 + 1, mine.began) if threading.current_thread().name == "rank 1" else mine
+
+    monkeypatch.setattr(saver.Writer, "me", me)
+
+    def work(engine: sw.Engine) -> None:
+        if engine.world.rank == 1:
+            engine._state.saver._write_behind = lambda *_: None  # type: ignore[method-assign]
+        engine.save(tmp_path, wait=False)
+        refused(CheckpointError, r"rank 1 has ended \(killed\?\) before its file was finished", engine.wait_for_save)
+
+    started = time.monotonic()
+    on_ranks(2, work)
+    assert time.monotonic() - started < 10
+    assert list(checkpoints_in(tmp_path)) == []
+
+
+# -- another optimizer, another model --------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": adamw,
+    "Adam": lambda model: torch.optim.Adam(model.parameters()),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "Momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "Lion": lambda model: sw.optim.Lion(model.parameters()),
+    "our AdamW": lambda model: sw.optim.AdamW(model.parameters()),
+    "our narrow AdamW": lambda model: sw.optim.AdamW(model.parameters(), state_dtype="bf16"),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters()),
+}
+ADAMS = {"AdamW", "Adam", "our AdamW", "our narrow AdamW"}
+
+
+@pytest.mark.parametrize("wrote", OPTIMIZERS)
+def test_another_optimizers_states_are_refused(wrote: str, tmp_path: Path) -> None:
+    """What keeps the same states goes on from them; settings, such as momentum, come from the checkpoint."""
+
+    def first(engine: sw.Engine) -> None:
+        step(engine)
+        engine.save(tmp_path)
+
+    on_ranks(2, first, optimizer=OPTIMIZERS[wrote])
+    for reads, make in OPTIMIZERS.items():
+        is_alike = wrote == reads or {wrote, reads} <= {"SGD", "Momentum"} or {wrote, reads} <= ADAMS
+
+        def second(engine: sw.Engine, is_alike: bool = is_alike) -> str:
+            for num_steps in (0, 1):
+                step(engine, num_steps)
+                before = values(engine)
+                if is_alike:
+                    assert engine.resume(tmp_path) is not None
+                    step(engine)
+                    continue
+                letter = refused(CheckpointError, "was written with another optimizer", lambda: engine.resume(tmp_path))
+                after = values(engine)
+                assert before.keys() == after.keys()
+                assert all(torch.equal(before[key], after[key]) for key in before)
+                step(engine)
+            return "" if is_alike else letter
+
+        letters = on_ranks(2, second, optimizer=make)
+        if not is_alike:
+            names = [type(OPTIMIZERS[name](build())).__name__ for name in (wrote, reads)]
+            assert f"{names[0]} kept" in letters[0]
+            assert f"this engine has {names[1]}" in letters[0]
+            assert "--weights-only" in letters[0]
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def untied() -> nn.Module:
+    return nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
+
+
+def weights_only(model: nn.Module) -> Any:
+    return None
+
+
+def test_a_head_is_not_dropped(tmp_path: Path) -> None:
+    """Two tensors come into a tied model only if they are the same."""
+
+    def write(engine: sw.Engine) -> None:
+        engine.save(tmp_path / "other")
+        engine.set("1.weight", engine.get("0.weight"))  # type: ignore[arg-type]
+        engine.save(tmp_path / "same")
+
+    def read(engine: sw.Engine) -> str:
+        before = values(engine)
+        words = "1.weight is another name of 0.weight, but .* has two tensors of different values"
+        letter = refused(CheckpointError, words, lambda: engine.resume(tmp_path / "other"))
+        assert all(torch.equal(value, values(engine)[key]) for key, value in before.items())
+        assert engine.resume(tmp_path / "same") is not None
+        engine.save(tmp_path / "tied")
+        return letter
+
+    def back(engine: sw.Engine) -> None:
+        words = "1.weight is another name of 0.weight, but in the model they are two"
+        refused(CheckpointError, words, lambda: engine.resume(tmp_path / "tied"))
+
+    work_on_ranks(2, write, "zero3", untied, weights_only)
+    letters = work_on_ranks(2, read, "zero3", tied, weights_only)
+    assert letters[0] == letters[1]
+    work_on_ranks(2, back, "zero3", untied, weights_only)
+
+
+class Shared(nn.Module):
+    """Buffers of which several elements are one number in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.register_buffer("expanded", torch.full((1,), 3.0).expand(4))
+        self.register_buffer("windows", torch.arange(6.0).unfold(0, 3, 1))
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_buffers_whose_elements_share_memory_come_back(tmp_path: Path) -> None:
+    def write(engine: sw.Engine) -> None:
+        step(engine)
+        engine.save(tmp_path)
+
+    def read(engine: sw.Engine) -> None:
+        plain = Shared()
+        buffers = dict(engine.module.named_buffers())
+        for buffer in buffers.values():
+            buffer.storage_offset()
+            buffer.as_strided((1,), (1,)).fill_(-1)
+        assert engine.resume(tmp_path) is not None
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(buffers[name], buffer)
+        assert buffers["expanded"].stride() == (0,)
+
+    on_ranks(2, write, Shared)
+    on_ranks(2, read, Shared)
+
+    class Apart(Shared):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expanded = torch.arange(4.0)
+
+    def other(engine: sw.Engine) -> None:
+        engine.save(tmp_path / "apart")
+
+    def refuses(engine: sw.Engine) -> None:
+        before = values(engine)
+        words = "elements of buffer expanded share memory .* different values"
+        refused(CheckpointError, words, lambda: engine.resume(tmp_path / "apart"))
+        assert all(torch.equal(value, values(engine)[key]) for key, value in before.items())
+
+    work_on_ranks(2, other, "zero3", Apart, weights_only)
+    work_on_ranks(2, refuses, "zero3", Shared, weights_only)
+
+
+class Scaled(nn.Module):
+    """With a parameter that is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "ASGD", "Rprop", "RMSprop"])
+def test_states_of_a_number_come_along_from_a_plain_loop(kind: str, tmp_path: Path) -> None:
+    """And through a checkpoint, and a copy of it."""
+    numbers = torch.Generator().manual_seed(0)
+    data = [torch.randn(4, 6, generator=numbers) for _ in range(4)]
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Scaled()
+        return model, getattr(torch.optim, kind)(model.parameters(), lr=0.01)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[torch.Tensor]) -> None:
+        for x in rows:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+    twin, twins_own = made()
+    train(twin, twins_own, data)
+    started = []
+    for _ in range(2):
+        model, optimizer = made()
+        train(model, optimizer, data[:2])
+        optimizer.zero_grad()
+        started.append((model, optimizer))
+
+    def rank(world: sw.World) -> dict[str, torch.Tensor]:
+        model, optimizer = started[world.rank]
+        with sw.shard(model, "zero3", optimizer=optimizer, world=world) as engine:
+            train(model, optimizer, data[2:3])
+            optimizer.zero_grad()
+            engine.save(tmp_path / "run")
+            world.barrier()
+            if world.rank == 0:
+                sw.convert(tmp_path / "run", tmp_path / "copy", "shardwise")
+            world.barrier()
+            assert engine.resume(tmp_path / "copy") is not None
+            train(model, optimizer, data[3:])
+            return engine.state_dict()
+
+    for state in run_ranks(2, rank):
+        for name, value in twin.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def test_a_batch_norm_that_torch_cannot_compute_is_refused_with_the_way_out() -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    def work(engine: sw.Engine) -> None:
+        step(engine)
+        narrow = {"preset": "zero2", "precision": "bf16"}
+        refused(ConfigError, "Keep its weights in fp32", lambda: engine.reshard(narrow))
+        step(engine)
+
+    words = r"1 is a BatchNorm1d, whose .* rules: \{norms: \{classes: \[BatchNorm1d\], precision: fp32\}\}"
+    refused(ConfigError, words, lambda: work_on_ranks(2, work, {"preset": "zero3", "precision": "bf16"}, made))
+    rules = {"norms": {"classes": ["BatchNorm1d"], "precision": "fp32"}}
+    work_on_ranks(2, work, {"preset": "zero3", "precision": "bf16", "rules": rules}, made)
