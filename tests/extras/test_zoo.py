@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from models_page import page
 from torch import nn
 from zoo import CASES, loss_of, made
 
@@ -19,6 +21,7 @@ import shardwise as sw
 from shardwise.testing import run_ranks
 
 NUM_STEPS, NUM_RANKS = 3, 2
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
 
 
@@ -70,3 +73,8 @@ def test_the_bits_of_a_plain_loop(name: str) -> None:
         assert [list(step) for step in zip(*(ours for ours, _ in ranks), strict=True)] == losses, preset
         different = [key for key, value in params.items() if not torch.equal(ranks[0][1][key], value)]
         assert not different, f"{preset}: {different[:5]} differ"
+
+
+def test_there_are_enough_and_the_page_names_them() -> None:
+    assert len(CASES) >= 80
+    assert PAGE.read_text() == page(), "python tests/extras/models_page.py writes docs/models.md anew"

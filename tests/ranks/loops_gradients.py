@@ -146,7 +146,7 @@ def grad_finite(loop: Loop) -> Any:
     return finite
 
 
-@action(GRAD, "`if rank == 0:` log `p.grad.norm()`")
+@action(GRAD, "`if rank == 0:` log `p.grad.norm()`", composes=False)
 def grad_read_on_rank_0(loop: Loop) -> Any:
     loop.backward()
     norm = loop.model.head.weight.grad.norm().item() if loop.rank == 0 else 0.0

@@ -18,7 +18,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import FaultError, ShardwiseError
-from shardwise.state import content
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -300,9 +299,15 @@ def sharded(script: Sequence[str], preset: str, shares_memory: bool) -> list[Cou
 
 def _whole(engine: sw.Engine, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Every parameter that was sharded, from all ranks' pieces: whatever has become of the model's own names."""
-    entries = [entry for entry in content(engine._works).entries if entry.kind == "param" and entry.span.numel]
+    pieces = []
+    for flat in engine._works.flats:
+        kept, span = (flat.param, flat.param_span) if flat.master is None else (flat.master, flat.optim_span)
+        for slot in flat.slots:
+            mine = slot.span.overlap(span)
+            values = kept[mine.start - span.start : mine.stop - span.start].detach().double().clone()
+            pieces.append((slot.name, mine.within(slot.span).start, values))
     told = io.BytesIO()
-    torch.save([(entry.name, entry.span.start, entry.tensor.detach().double().clone()) for entry in entries], told)
+    torch.save(pieces, told)
     whole = {name: torch.full(shape, float("nan"), dtype=torch.float64).flatten() for name, shape in shapes.items()}
     for message in engine.world.exchange(told.getvalue()):
         for name, start, values in torch.load(io.BytesIO(message), weights_only=True):
@@ -336,6 +341,9 @@ def race(script: Sequence[str], preset: str, shares_memory: bool) -> Verdict:
     except Exception as error:  # of shard itself, or of the comparison: the caller has to see which
         refusal = _refusal(error)
         return Verdict("refused" if refusal.is_letter else "raw", f"{refusal.kind}: {refusal.text}", is_fatal=True)
+    fault = _fault(script, courses)
+    if fault is not None:
+        return fault
     refused = frozenset(index for index, outcome in enumerate(courses[0].outcomes) if isinstance(outcome, Refusal))
     twin, mirror = plain(script, refused), plain(script, refused, (1, 0))
     whole = plain(script, frozenset()) if refused else twin
@@ -355,6 +363,19 @@ def race(script: Sequence[str], preset: str, shares_memory: bool) -> Verdict:
     if wrong:
         return Verdict("different", wrong)
     return Verdict("refused", said[0][1], refused=tuple(said)) if said else EQUAL
+
+
+def _fault(script: Sequence[str], courses: list[Course]) -> Verdict | None:
+    """Ranks that did not do the same: each is told, though perhaps one action later than another."""
+    at = [
+        next((i for i, one in enumerate(course.outcomes) if isinstance(one, Refusal) and one.is_fatal), len(script))
+        for course in courses
+    ]
+    if max(at) == len(script):
+        return None
+    first = courses[at.index(min(at))].outcomes[min(at)]
+    said = f"{first.kind}: {first.text}"
+    return Verdict("refused", said, is_fatal=True, refused=((script[min(at)], said),))
 
 
 def _outcome(name: str, ours: list[Any], theirs: Any, mirrored: Any) -> Verdict:

@@ -444,14 +444,6 @@ def wrapped_in_module(loop: Loop) -> Any:
     return Local(loss.item())
 
 
-@action(WRAP, "`torch.jit.trace(model, x)`", composes=False)
-def traced(loop: Loop) -> Any:
-    x, _ = loop.batch()[0]
-    model = torch.jit.trace(loop.model, (x,), check_trace=False)
-    with torch.no_grad():
-        return list(model(x).shape)
-
-
 @action(WRAP, "a second `sw.shard` of the same model", composes=False)
 def second_engine(loop: Loop) -> Any:
     if loop.engine is not None:

@@ -45,7 +45,7 @@ def params_logged(loop: Loop) -> Any:
 @action(READ, "`print(p)`, `repr(p)`")
 def params_printed(loop: Loop) -> Any:
     print(loop.model.head.bias)
-    return repr(loop.model.logit_scale).split("(")[0], [f"{loop.model.logit_scale.item():.4f}"]
+    return isinstance(repr(loop.model.logit_scale), str), f"{loop.model.logit_scale.item():.4f}"
 
 
 @action(READ, "`float(p)`, `p.item()` of a scalar parameter")
@@ -139,13 +139,13 @@ def state_dict_saved(loop: Loop) -> Any:
     return dict(torch.load(file, weights_only=True))
 
 
-@action(READ, "`if rank == 0: torch.save(model.state_dict(), file)`")
+@action(READ, "`if rank == 0: torch.save(model.state_dict(), file)`", composes=False)
 def state_dict_saved_on_rank_0(loop: Loop) -> Any:
     if loop.rank == 0:
         torch.save(loop.model.state_dict(), io.BytesIO())
 
 
-@action(READ, "`if rank == 0: print(p.norm().item())`")
+@action(READ, "`if rank == 0: print(p.norm().item())`", composes=False)
 def params_logged_on_rank_0(loop: Loop) -> Any:
     if loop.rank == 0:
         print(loop.model.head.weight.norm().item())
@@ -667,7 +667,8 @@ def grad_disabled(loop: Loop) -> Any:
 
 @action(GRAD, '`torch.autocast("cpu", torch.bfloat16)` around the forward')
 def autocast(loop: Loop) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
+    # The twin's two forwards would share cached casts, and so round the sum of two gradients, not each.
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         loss = loop.loss()
     loss.backward()
     loop.update()

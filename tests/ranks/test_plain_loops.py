@@ -7,6 +7,7 @@ a forked child: one that crashes or hangs is told as such. Then actions follow e
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import forked
 import loops_cells
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
 from loops_page import page
-from loops_verdicts import REFUSED, sentence_of
+from loops_verdicts import OPEN, REFUSED, REFUSED_OVER_MESSAGES, sentence_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
@@ -29,33 +30,38 @@ def raced(scripts: list[tuple[tuple[str, ...], str, bool]]) -> list[Verdict]:
     return [one if isinstance(one, Verdict) else Verdict("crash", str(one)) for one in found]
 
 
-def wrong(verdict: Verdict, names: tuple[str, ...], preset: str) -> str:
+def wrong(verdict: Verdict, names: tuple[str, ...], preset: str, shares: bool) -> str:
     """What is not as the table says; empty if nothing is."""
     if verdict.kind not in ("equal", "refused"):
         # An error of torch's own kind may carry the sentence too.
-        expected = [sentence_of(name, preset) for name in names]
+        expected = [sentence_of(name, preset, shares_memory=shares) for name in names]
         if verdict.kind != "raw" or not any(words and words in verdict.said for words in expected):
             return str(verdict)
     for name, said in verdict.refused:
-        words = sentence_of(name, preset)
+        words = sentence_of(name, preset, shares_memory=shares)
         if not words:
             return f"{name} was refused: {said}"
         if words not in said:
             return f"{name} was refused by other words: {said}"
     if verdict.kind == "refused" and not verdict.refused:
-        words = sentence_of(names[0], preset)
+        words = sentence_of(names[0], preset, shares_memory=shares)
         return "" if words and words in verdict.said else str(verdict)
     return ""
 
 
-@pytest.mark.parametrize("name", NAMES)
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.xfail(reason=OPEN[name], strict=True)) if name in OPEN else name
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 def test_equal_or_refused_by_a_sentence(name: str) -> None:
     script = (name, "step", name, "step", "evaluate")
     verdicts = raced([(script, preset, shares) for preset, shares in PLACES])
     bad = []
     for (preset, shares), verdict in zip(PLACES, verdicts, strict=True):
-        words = sentence_of(name, preset)
-        said = wrong(verdict, (name,), preset)
+        words = sentence_of(name, preset, shares_memory=shares)
+        said = wrong(verdict, (name,), preset, shares)
         if not said and words and verdict.kind == "equal":
             said = f"went through, but the table says that it is refused: {words}"
         if said:
@@ -63,20 +69,24 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
     assert not bad, "\n".join(bad)
 
 
+TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_OVER_MESSAGES)]
+
+
+@pytest.mark.timeout(1200)
 @given(
-    names=st.lists(st.sampled_from([name for name, one in ACTIONS.items() if one.composes]), min_size=3, max_size=8),
+    names=st.lists(st.sampled_from(TOGETHER), min_size=3, max_size=8),
     preset=st.sampled_from(PRESETS),
     shares=st.booleans(),
 )
 @settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_in_any_order(names: list[str], preset: str, shares: bool) -> None:
     (verdict,) = raced([((*names, "step", "evaluate"), preset, shares)])
-    said = wrong(verdict, tuple(names), preset)
+    said = wrong(verdict, tuple(names), preset, shares)
     assert not said, f"{names} under {preset}: {said}"
 
 
 def test_the_table_knows_its_actions() -> None:
-    assert not REFUSED.keys() - ACTIONS.keys()
+    assert not (REFUSED.keys() | REFUSED_OVER_MESSAGES.keys()) - ACTIONS.keys()
     assert len(NAMES) >= 60
 
 
