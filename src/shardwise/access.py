@@ -138,10 +138,12 @@ class Access:
         for name, module in extra.items():
             module.set_extra_state(copy.deepcopy(state[name]))
 
-    def optimizer_state_dict(self, *, on_rank: bool = True) -> dict[str, Any]:
+    def optimizer_state_dict(
+        self, member: torch.optim.Optimizer | None = None, *, on_rank: bool = True
+    ) -> dict[str, Any]:
         """What the plain optimizer's `state_dict()` would be: whole states, on the CPU, under the same numbers.
 
-        A rank that asks with `on_rank=False` takes part and keeps nothing.
+        Of `member`, or of all optimizers as one. A rank that asks with `on_rank=False` takes part and keeps nothing.
         """
         optimizer = self._optimizer
         if optimizer is None:
@@ -152,10 +154,10 @@ class Access:
                 states |= self._whole_states(mover, optimizer, on_rank=on_rank)
         if not on_rank:
             return {}
-        found = {number: states.get((piece.flat.name, piece.index)) for number, piece in optimizer.numbered()}
+        found = {number: states.get((piece.flat.name, piece.index)) for number, piece in optimizer.numbered(member)}
         return {
             "state": {number: state for number, state in found.items() if state},
-            "param_groups": optimizer.state_dict_groups(),
+            "param_groups": optimizer.state_dict_groups(member),
         }
 
     def _whole_states(

@@ -24,7 +24,7 @@ from shardwise.precision import LossScaler, Verdict, cast_floating
 from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner
 from shardwise.sharding import Sharding
 from shardwise.storage import torch_dtype
-from shardwise.tensors import Owner
+from shardwise.tensors import Owner, Structure
 
 
 @dataclass
@@ -105,6 +105,7 @@ class Works:
             self.sharding.units, self.runner, executor.movers, self.access, self.gradients, self.before_change
         )
         self._hooks.callback(self.owner.close)
+        self._hooks.callback(Structure(self.model).release)
         self.ledger = collectives.ledger
         self.timeline = executor.timeline
         cast = self.model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
@@ -118,6 +119,7 @@ class Works:
             before=self._before_step,
             after=self._after_step,
             forget=self._forget,
+            whole=self._whole_state,
             company=company,
         )
         self._hooks.callback(adopted.release)
@@ -184,6 +186,10 @@ class Works:
             self.zero_grad(keep=not set_to_none)
         else:
             self.gradients.zero(pieces, keep=not set_to_none)
+
+    def _whole_state(self, member: torch.optim.Optimizer) -> dict[str, Any]:
+        """`state_dict()` of one optimizer, as the plain one would return it."""
+        return self.access.optimizer_state_dict(member)
 
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------
 

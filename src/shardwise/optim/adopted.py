@@ -31,7 +31,8 @@ class AdoptedOptimizer:
 
     `before` and `after` are called around every step with the optimizer that takes it, whoever asks for it:
     `engine.step()` or `optimizer.step()`. `forget(pieces, set_to_none)` is what `zero_grad` of the optimizer that has
-    these `pieces` means; with `None` for those that have all. `company` answers a cooperative optimizer.
+    these `pieces` means; with `None` for those that have all. `whole` is what its `state_dict()` returns.
+    `company` answers a cooperative optimizer.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class AdoptedOptimizer:
         before: Callable[[torch.optim.Optimizer], None],
         after: Callable[[torch.optim.Optimizer], None],
         forget: Callable[[Sequence[Piece] | None, bool], None],
+        whole: Callable[[torch.optim.Optimizer], dict[str, Any]],
         company: Company,
     ) -> None:
         self.members = tuple(members)
@@ -59,6 +61,7 @@ class AdoptedOptimizer:
                 member.register_step_post_hook(lambda member, *_: after(member)),
                 member.register_load_state_dict_pre_hook(self._cut_state_dict),
                 member.register_load_state_dict_post_hook(self._guard_states),
+                member.register_state_dict_post_hook(lambda member, _: whole(member)),
             ]
             only = None if len(self.members) == 1 else pieces
             member.zero_grad = partial(_zero_grad, partial(forget, only))  # type: ignore[method-assign]  # until release
@@ -96,13 +99,13 @@ class AdoptedOptimizer:
         """Whose each of `groups` is."""
         return [member for member in self.members for _ in member.param_groups]
 
-    def state_dict_groups(self) -> list[dict[str, Any]]:
-        """What the plain `state_dict()` has under `param_groups`; parameters count through all optimizers."""
+    def state_dict_groups(self, member: torch.optim.Optimizer | None = None) -> list[dict[str, Any]]:
+        """What the plain `state_dict()` of `member` has under `param_groups`; of all, parameters count through them."""
         groups, start = [], 0
-        for member in self.members:
-            own = member.state_dict()["param_groups"]
-            groups += [{**group, "params": [start + number for number in group["params"]]} for group in own]
-            start += sum(len(group["params"]) for group in own)
+        for group in self.groups if member is None else member.param_groups:
+            stop = start + len(group["params"])
+            groups.append({**group, "params": list(range(start, stop))})
+            start = stop
         return groups
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

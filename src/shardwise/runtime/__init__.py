@@ -3,8 +3,8 @@
 from shardwise.runtime.buffers import BufferSync
 from shardwise.runtime.compiled import check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
-from shardwise.runtime.hooks import NO_COPY
+from shardwise.runtime.hooks import NO_COPY, changed_inside
 from shardwise.runtime.mover import Mover
 from shardwise.runtime.runner import Runner
 
-__all__ = ["NO_COPY", "BoundBlock", "BufferSync", "Executor", "Mover", "Runner", "check_backend"]
+__all__ = ["NO_COPY", "BoundBlock", "BufferSync", "Executor", "Mover", "Runner", "changed_inside", "check_backend"]

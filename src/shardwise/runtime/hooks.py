@@ -80,6 +80,8 @@ class _Use:
     """How often a unit is open in forward, and what its backward still waits for."""
 
     depth: int = 0
+    num_writes: int = 0
+    """How often its parameters had been written to when it opened."""
     call: _Call | None = None
     """The forward that is running, if its inputs are watched."""
     recomputed: list[_Call | None] = field(default_factory=list)
@@ -183,6 +185,7 @@ class Hooks:
         use.depth += 1
         if use.depth == 1:
             self._listener.before_forward(unit)
+            use.num_writes = unit.num_writes()
             use.call = self._watch_inputs(unit, (args, kwargs))
 
     def _after(
@@ -204,6 +207,8 @@ class Hooks:
         call, use.call = use.call, None
         if _is_unwinding(output):
             return
+        if unit.num_writes() != use.num_writes:
+            raise changed_inside(unit.name)
         opening = self._opening(unit, use, call, open_backward)
         opaque = torch.is_grad_enabled() and not _watch_outputs(output, opening)
         if opaque and call is not None:  # nothing will tell when its backward begins
@@ -352,3 +357,12 @@ def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
         inner = list(getattr(value, "__dict__", {}).values())
     for item in inner:
         yield from tensors_in(item, depth - 1)
+
+
+def changed_inside(unit: str) -> ModelError:
+    """For parameters that a forward writes to (weight clipping, an embedding's `max_norm`)."""
+    return ModelError(
+        f"A parameter of {unit} was changed in place while the model computed. Each rank would change it by its own "
+        f"batch, and where parameters are gathered the change would be lost. Change parameters between steps, under "
+        f"torch.no_grad(), or keep what a forward changes in a buffer."
+    )

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.runtime.hooks import changed_inside
 from shardwise.storage import FullState, Unit
 
 
@@ -38,7 +39,7 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,  # an operator with its schema
         types: Sequence[type],  # torch's signature
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -46,7 +47,20 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         for unit in () if self._is_paused else self._missing((args, kwargs)):
             with self.paused():
                 self._gather(unit)
+        if not self._is_paused and func._schema.is_mutable:
+            self._require_unchanged(func, args)
         return func(*args, **(kwargs or {}))
+
+    def _require_unchanged(self, func: Any, args: Sequence[Any]) -> None:
+        """Raise if `func` writes to a parameter: not even a write to `param.data` passes unseen here."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in _tensors(value):
+                with torch._C.DisableTorchFunctionSubclass():
+                    found = self._units.get(tensor.untyped_storage()._cdata)
+                if found is not None:
+                    raise changed_inside(found[0].name)
 
     def _missing(self, values: object) -> list[Unit]:
         """The units that tensors among `values` read and that are not there."""

@@ -40,6 +40,10 @@ class Unit:
     def has_frozen(self) -> bool:
         return any(not flat.spec.trainable for flat in self.flats)
 
+    def num_writes(self) -> int:
+        """How often parameters have been written to in place, by whoever uses them. `.data` escapes it."""
+        return sum([param._version for flat in self.flats for param in flat.params])
+
     def wake(self) -> None:
         """Parameters are used by a computation from here on; see [Note: parameters at rest] in `flat.py`."""
         for flat in self.flats:

@@ -80,6 +80,14 @@ class Home(Source, Protocol):
         """What autograd saved of the parameter, while it is whole."""
         ...
 
+    def num_writes(self) -> int:
+        """How often the parameter has been written to in place."""
+        ...
+
+    def require_unwritten(self, num_writes: int) -> None:
+        """Raise unless that is how often it has been, still: a computation must not write to it."""
+        ...
+
     def whole(self) -> Whole: ...
     def gradient(self) -> Whole | None: ...
     def set_gradient(self, value: Tensor | None) -> None: ...
@@ -158,5 +166,7 @@ class Whole(torch.Tensor):
     ) -> NoReturn:
         raise StateError(
             f"{func} reads a tensor of a sharded model that holds no values here, and does it below the functions of "
-            f"PyTorch that know how to gather them. Give it a copy: tensor.clone(), on all ranks."
+            f"PyTorch that know how to gather them. Give it a copy: tensor.clone(), on all ranks. If it is a wrapper "
+            f"that spreads a model over ranks by itself (DistributedDataParallel, Trainer, accelerator.prepare), leave "
+            f"it out: the engine does that."
         )

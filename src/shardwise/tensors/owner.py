@@ -13,7 +13,7 @@ from shardwise.access import Access
 from shardwise.errors import ModelError, StateError
 from shardwise.gradients import Gradients
 from shardwise.placement import Slot
-from shardwise.runtime import Mover, Runner
+from shardwise.runtime import Mover, Runner, changed_inside
 from shardwise.storage import Flat, Unit
 from shardwise.tensors.handles import Resting, Whole
 from shardwise.tensors.use import plainly, use
@@ -131,6 +131,13 @@ class ParamHome:
 
     def seen(self, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
         return self._flat.full.as_strided(tuple(size), tuple(stride), offset)
+
+    def num_writes(self) -> int:
+        return self._unit.num_writes()
+
+    def require_unwritten(self, num_writes: int) -> None:
+        if self.num_writes() != num_writes:
+            raise changed_inside(self._unit.name)
 
     def take_over(self, values: Tensor) -> None:
         """Rank 0's `values` become everybody's."""

@@ -34,7 +34,7 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         for home in homes:
             home.reach()
         if not any(isinstance(handle, Whole) for handle in handles):
-            return plainly(func, args, kwargs)
+            return _computed(func, args, kwargs, homes)
     special = _SPECIAL.get(func)
     if special is not None and args and isinstance(args[0], Resting | Whole):
         return special(func, args, kwargs)
@@ -43,6 +43,15 @@ def use(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         if known is not None:
             return known
     return _run(func, leaves, form, handles)
+
+
+def _computed(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], homes: Iterable[Home]) -> Any:
+    """`func` inside of a forward or backward, on parameters that have just become whole."""
+    before = [(home, home.num_writes()) for home in homes]
+    result = plainly(func, args, kwargs)
+    for home, num_writes in before:
+        home.require_unwritten(num_writes)
+    return result
 
 
 def plainly(func: Function, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
