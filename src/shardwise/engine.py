@@ -18,7 +18,7 @@ from shardwise.birth import Init, Wishes
 from shardwise.checkpoint import Keep, Loaded, Saver, Stateful
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
-from shardwise.errors import StateError
+from shardwise.errors import ModelError, StateError
 from shardwise.formats import DTYPES, MAX_FILE_BYTES, save_pretrained
 from shardwise.mesh import Mesh
 from shardwise.placement import Table
@@ -85,11 +85,14 @@ def shard(
 
 
 def _several(optimizer: OneOrSeveral | None) -> tuple[torch.optim.Optimizer, ...]:
-    if optimizer is None:
-        return ()
-    if isinstance(optimizer, torch.optim.Optimizer) or not isinstance(optimizer, Sequence):
-        return (optimizer,)  # whatever else it is, it is vetted
-    return tuple(optimizer)
+    given = () if optimizer is None else optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
+    for one in given:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise ModelError(
+                f"optimizer is a {type(one).__name__}, which is no torch.optim.Optimizer. Give shard() the optimizer "
+                f"itself, or a list of several."
+            )
+    return tuple(given)
 
 
 class Engine:

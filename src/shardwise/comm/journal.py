@@ -39,8 +39,10 @@ from shardwise.program import Action, Moment
 
 NUM_REMEMBERED = 32
 _NUM_MOMENTS = 64
-_NUM_MARKS = 4
+_NUM_MARKS = 64
 """So many of the marks between two collectives are told."""
+_NUM_MARKED = 4
+"""Of so many collectives: reports go out twice a second."""
 _TAGS = 2**31 - 1  # gloo's are not negative, and have 32 bits
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
@@ -259,7 +261,14 @@ def _track(line: Line) -> Track:
     return Track(
         line.count,
         tuple(
-            Entered(number, tag, f"'{action}'" if action is not None else call, numel, num_backwards, ", ".join(marks))
+            Entered(
+                number,
+                tag,
+                f"'{action}'" if action is not None else call,
+                numel,
+                num_backwards,
+                marks if number > line.count - _NUM_MARKED else (),
+            )
             for number, tag, action, call, numel, num_backwards, marks in records
         ),
     )

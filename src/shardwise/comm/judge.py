@@ -20,7 +20,7 @@ where those differ, the first difference is what is told.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.comm.letter import Letter
@@ -30,6 +30,7 @@ Read = Callable[[int], Status | None]
 SILENT_SECONDS = 2.0
 """Four times as long as the longest time between two reports."""
 _MOST_TOLD = 8
+_MARKS_TOLD = 2
 _SAME = "All ranks must call the same modules, backwards, steps and engine methods, in one order, with the same shapes."
 
 
@@ -237,7 +238,7 @@ def _differences(there: dict[int, Entered]) -> dict[int, str]:
     """What each rank has entered; where that reads alike, what else tells them apart."""
     told = dict.fromkeys(there, "there")
     if len({entered.marks for entered in there.values()}) > 1:
-        told = {rank: f"there, after {entered.marks or 'nothing else'}" for rank, entered in there.items()}
+        told = {rank: f"there, after {_first_odd(entered, there.values())}" for rank, entered in there.items()}
     elif len({entered.text for entered in there.values()}) > 1:
         pass
     elif len({entered.numel for entered in there.values()}) > 1:
@@ -247,6 +248,16 @@ def _differences(there: dict[int, Entered]) -> dict[int, str]:
             rank: f"there, {entered.num_backwards} backward(s) after the last step" for rank, entered in there.items()
         }
     return {rank: f"has {entered.text} {told[rank]}, and " for rank, entered in there.items()}
+
+
+def _first_odd(entered: Entered, every: Iterable[Entered]) -> str:
+    """The first things that `entered` has marked otherwise than the others."""
+    start = 0
+    for marks in zip(*(one.marks for one in every), strict=False):
+        if len(set(marks)) > 1:
+            break
+        start += 1
+    return ", ".join(entered.marks[start : start + _MARKS_TOLD]) or "nothing else"
 
 
 def _minority(tags: Mapping[int, object]) -> tuple[int, ...]:

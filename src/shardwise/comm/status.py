@@ -18,7 +18,7 @@ class Entered(NamedTuple):
     numel: int = 0
     num_backwards: int = 0
     """Since the last optimizer step."""
-    marks: str = ""
+    marks: tuple[str, ...] = ()
     """What was marked between the collective before and this one."""
 
 
@@ -91,7 +91,7 @@ class Status:
         awaited = plain["awaited"]
         plain["awaited"] = (awaited[0], awaited[1], tuple(awaited[2])) if awaited else None
         plain["tracks"] = {
-            name: Track(count, tuple(Entered(*entered) for entered in recent))
+            name: Track(count, tuple(Entered(*entered)._replace(marks=tuple(entered[5])) for entered in recent))
             for name, (count, recent) in plain["tracks"].items()
         }
         num_passes, start, moments = plain["path"]

@@ -62,11 +62,6 @@ def vet(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[n
 
 
 def _vetted(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[nn.Parameter, Update]:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelError(
-            f"optimizer is a {type(optimizer).__name__}, which is no torch.optim.Optimizer. Give shard() the optimizer "
-            f"itself, or a list of several."
-        )
     if isinstance(optimizer.state, StatesOfPieces):
         raise ModelError(
             f"This {type(optimizer).__name__} is another engine's already. Make a new one over model.parameters()."

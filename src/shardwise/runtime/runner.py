@@ -110,8 +110,6 @@ class Runner:
         self.num_unscaled = 0
         """Backwards since `forgive` that were not of a loss that `note_scaled` has been told of."""
         self._is_scaled = False
-        self._awaited_by_graphs: set[str] = set()
-        """Flat buffers that stay whole, since a backward has made a graph (`create_graph`) that may read them."""
         self._watched = {True: False, False: False}
         self.hooks = Hooks(model, self.units, self)
         self._compiled = CompiledUnits(model, units, compile_backend) if compile_backend else None
@@ -366,8 +364,7 @@ class Runner:
             for flat in unit.flats:
                 flat.rest()
                 self._executor.movers[flat.name].wait_full()
-                if flat.name not in self._awaited_by_graphs:
-                    flat.free_full()
+                flat.free_full()
                 flat.free_held()
 
     def _end_evaluation(self) -> None:
@@ -508,10 +505,11 @@ class Runner:
         """Gradients were zeroed, and whatever was wrong with them is no more."""
         self.cut_short_at = -1
         self.num_unscaled = 0
-        if self._awaited_by_graphs:
-            self._awaited_by_graphs.clear()
-            if not self._in_pass:
-                self.free_all()
+        staying = [flat for unit in self.units for flat in unit.flats if flat.stays]
+        for flat in staying:
+            flat.stays = False
+        if staying and not self._in_pass:
+            self.free_all()
 
     def note_scaled(self) -> None:
         """The backward that is running is of a scaled loss."""
@@ -612,4 +610,5 @@ class Runner:
     def await_graph(self, unit: Unit) -> None:
         """A graph is being made by a backward, and may read `unit` in another backward: it stays whole until
         `forgive`."""
-        self._awaited_by_graphs.update(flat.name for flat in unit.flats)
+        for flat in unit.flats:
+            flat.stays = True

@@ -82,6 +82,8 @@ class Flat:
         self.grad_span = layout.span(table.grad.shard, coordinate)
         self.optim_span = layout.span(table.optim.shard, coordinate)
         self.state = FullState.RESIDENT if spec.resident else FullState.ABSENT
+        self.stays = False
+        """Whether the whole buffer, once it is there, is not to be freed, since a graph may still read it."""
         self.full = torch.empty(0)
         self._bytes_of_full: Releasable | None = None
         self.param = torch.empty(0)
@@ -217,8 +219,8 @@ class Flat:
         self.state = FullState.FLYING
 
     def free_full(self) -> None:
-        """Let the bytes of `full` go. Asked twice, or of a resident buffer, it does nothing."""
-        if self.state is FullState.READY:
+        """Let the bytes of `full` go. Asked twice, or of a resident buffer or one that stays, it does nothing."""
+        if self.state is FullState.READY and not self.stays:
             if self.common is not None:
                 self.common.renew()
             elif self._bytes_of_full is not None:

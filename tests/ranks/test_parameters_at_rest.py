@@ -1,0 +1,302 @@
+"""What a parameter says between the computations that use it, and what a model in use refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import Transformer, adamw, batches, plan_of, share_of
+
+import shardwise as sw
+from shardwise.errors import FaultError, ModelError, StateError
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+Use = Callable[[sw.Engine, Any, torch.optim.Optimizer], Any]
+NAME = "blocks.1.up.weight"
+PLACES = [("zero3", True), ("zero3", False), ("zero1", True), ("ddp", False)]
+DATA = batches(4)
+
+
+@pytest.fixture(params=PLACES, ids=[f"{preset}-{'memory' if shares else 'messages'}" for preset, shares in PLACES])
+def place(request: pytest.FixtureRequest) -> tuple[str, bool]:
+    return request.param
+
+
+def param_of(model: Any) -> nn.Parameter:
+    return model.get_parameter(NAME)
+
+
+def used(use: Use, place: tuple[str, bool], build: Callable[[], nn.Module] = Transformer, **plan: Any) -> list[Any]:
+    """What `use` returns on two ranks, after one step of training."""
+    preset, shares = place
+    torch.manual_seed(0)
+    replicas = [build()]
+    replicas.append(copy.deepcopy(replicas[0]))
+
+    def rank(world: sw.World) -> Any:
+        model = replicas[world.rank]
+        optimizer = adamw(model)
+        engine = sw.shard(model, plan_of(preset, None, **plan), optimizer=optimizer, world=world)
+        step(engine)
+        return use(engine, model, optimizer)
+
+    return run_ranks(2, rank, shares_memory=shares)
+
+
+def step(engine: sw.Engine) -> None:
+    engine.backward(engine(*share_of(engine, DATA[0])))
+    engine.step()
+
+
+REFUSED: dict[str, tuple[Use, type[Exception], str]] = {
+    "deepcopy": (lambda e, m, o: copy.deepcopy(m), StateError, "cannot be copied or pickled"),
+    "deepcopy of a part": (lambda e, m, o: copy.deepcopy(m.blocks), StateError, "cannot be copied or pickled"),
+    "pickle": (lambda e, m, o: pickle.dumps(m), StateError, "cannot be copied or pickled"),
+    "pickle of a part": (lambda e, m, o: pickle.dumps(m.blocks), StateError, "cannot be copied or pickled"),
+    "a tie": (lambda e, m, o: setattr(m.head, "weight", m.tokens.weight), ModelError, "head.weight was assigned to"),
+    "a new module": (lambda e, m, o: setattr(m, "head", nn.Linear(4, 4)), ModelError, "head was put into a model"),
+    "a second engine": (lambda e, m, o: sw.shard(m, "zero3", world=e.world), ModelError, "sharded by an engine alre"),
+    "state by parameter": (lambda e, m, o: o.state[param_of(m)], StateError, f"engine.get\\('{NAME}', 'exp_avg'\\)"),
+    "a group's gradient": (lambda e, m, o: o.param_groups[0]["params"][0].grad, StateError, "this rank's pieces"),
+    "its storage": (lambda e, m, o: param_of(m).untyped_storage(), StateError, "its storage cannot be had"),
+    "double": (lambda e, m, o: m.double(), StateError, "Say precision and device before"),
+    "another shape": (lambda e, m, o: setattr(param_of(m), "grad", torch.ones(2)), ModelError, "has shape"),
+    "an integer gradient": (
+        lambda e, m, o: setattr(param_of(m), "grad", torch.ones(128, 32, dtype=torch.long)),
+        ModelError,
+        "but the gradient torch.int64",
+    ),
+    "a hook after": (
+        lambda e, m, o: param_of(m).register_post_accumulate_grad_hook(print),
+        StateError,
+        "would see a gradient of this rank alone",
+    ),
+    "a group later": (lambda e, m, o: o.add_param_group({"params": []}), ModelError, "was added to an optimizer"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_model_in_use_refuses(what: str, place: tuple[str, bool]) -> None:
+    use, kind, words = REFUSED[what]
+
+    def refused(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        with pytest.raises(kind, match=words):
+            use(engine, model, optimizer)
+        step(engine)  # and goes on
+
+    used(refused, place)
+
+
+class Changing(Transformer):
+    """Writes to a weight in its forward, in the way that `how` says."""
+
+    how = ""
+
+    def logits(self, x: Tensor) -> Tensor:
+        if self.how == "in place":
+            with torch.no_grad():
+                self.blocks[0].up.weight.mul_(0.5)
+        if self.how == "data":
+            self.head.weight.data.clamp_(-0.1, 0.1)
+        if self.how == "inside" and torch.is_grad_enabled():
+            self.blocks[0].register_forward_pre_hook(lambda block, _: block.up.weight.data.copy_(block.up.weight))
+        return super().logits(x)
+
+
+def test_a_forward_may_not_write_to_a_parameter(place: tuple[str, bool]) -> None:
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model.how = "in place"
+        with pytest.raises(ModelError, match="was changed in place while the model computed"):
+            engine(*share_of(engine, DATA[0]))
+        model.how = ""
+        step(engine)
+
+    used(use, place, Changing)
+
+
+@pytest.mark.parametrize("how", ["data", "inside"])
+def test_a_write_to_data_is_seen_in_the_first_pass(how: str, place: tuple[str, bool]) -> None:
+    def build() -> nn.Module:
+        model = Changing()
+        model.how = how
+        return model
+
+    with pytest.raises(ModelError, match="was changed in place while the model computed"):
+        used(lambda *_: None, place, build)
+
+
+def test_whole_tensors_share_the_memory_of_the_parameter(place: tuple[str, bool]) -> None:
+    """As `param.data` does: what is written to a view is in the parameter, and a step is seen in the view."""
+
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> bool:
+        param = param_of(model)
+        row = param.data[3]
+        row.fill_(2.5)
+        assert torch.equal(param.detach()[3].clone(), torch.full((32,), 2.5))
+        before = row.clone()
+        step(engine)
+        assert not torch.equal(row.clone(), before)
+        assert torch.equal(engine.get(NAME)[3], row.clone())
+        assert "sharded" in repr(param)
+        assert "sharded" in repr(row)
+        assert model.to("cpu") is model
+        assert isinstance(param, nn.Parameter)
+        return True
+
+    assert used(use, place) == [True, True]
+
+
+def test_ranks_that_write_differently_take_rank_0s(place: tuple[str, bool]) -> None:
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
+        with torch.no_grad():
+            param_of(model).fill_(1.0 + engine.world.rank)
+            param_of(model).copy_(param_of(model) + engine.world.rank)
+        step(engine)
+        return engine.get(NAME)
+
+    one, two = used(use, place)
+    assert torch.equal(one, two)
+    assert (one - 1).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_is_not_edited_keeps_its_full_precision(precision: str, place: tuple[str, bool]) -> None:
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        before = engine.get(NAME)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        assert torch.equal(engine.get(NAME), before)
+        assert not torch.equal(before.to(param_of(model).dtype).float(), before)
+        with torch.no_grad():
+            param_of(model)[0] = 0.5
+        after = engine.get(NAME)
+        assert torch.equal(after[1:], before[1:])
+        assert torch.equal(after[0], torch.full((32,), 0.5))
+
+    used(use, place, precision=precision)
+
+
+def test_a_gradient_that_was_zeroed_is_gone(place: tuple[str, bool]) -> None:
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        assert param_of(model).grad is None
+        engine.backward(engine(*share_of(engine, DATA[0])))
+        grad = param_of(model).grad
+        assert torch.allclose(grad.norm(), engine.get(NAME, "grad").norm())
+        engine.zero_grad()
+        with pytest.raises(StateError, match=f"the gradient of {NAME} is gone"):
+            grad.sum()
+        assert param_of(model).grad is None
+
+    used(use, place)
+
+
+def test_gradients_of_a_local_loss_are_averaged_when_they_are_assigned(place: tuple[str, bool]) -> None:
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
+        param_of(model).grad = torch.full((128, 32), float(engine.world.rank))
+        return engine.get(NAME, "grad")
+
+    for grad in used(use, place):
+        assert torch.equal(grad, torch.full((128, 32), 0.5))
+
+
+def test_a_rank_that_reads_alone_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host nothing is sent for it, and yet it is found, as between hosts."""
+
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        if engine.world.rank == 0:
+            param_of(model).sum()
+        step(engine)
+
+    for shares in (True, False):
+        with pytest.raises(FaultError, match=NAME.removesuffix(".up.weight")):
+            used(use, ("zero3", shares))
+
+
+def test_a_closed_engine_leaves_a_model_that_says_so_or_takes_values(place: tuple[str, bool]) -> None:
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        state = engine.state_dict()
+        engine.close()
+        if place[0] == "zero3":
+            with pytest.raises(StateError, match="its engine was closed"):
+                param_of(model).sum()
+        model.load_state_dict(state)
+        assert type(param_of(model)) is nn.Parameter
+        assert torch.equal(param_of(model), state[NAME])
+
+    used(use, place)
+
+
+def test_what_was_there_before_is_refused() -> None:
+    def with_gradient(model: nn.Module) -> None:
+        next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+
+    def with_hook(model: nn.Module) -> None:
+        next(model.parameters()).register_post_accumulate_grad_hook(print)
+
+    for prepare, words in ((with_gradient, "has a gradient already"), (with_hook, "has a post-accumulate hook")):
+        model = Transformer()
+        prepare(model)
+        with pytest.raises(ModelError, match=words):
+            sw.shard(model, "zero3")
+        assert type(next(model.parameters())) is nn.Parameter
+
+
+def test_an_engine_leaves_nothing_in_torch() -> None:
+    """Registration hooks are the process's, so they have to go with the engine."""
+    model = Transformer()
+    with sw.shard(model, "zero3", optimizer=adamw(model)) as engine:
+        step(engine)
+    model.head = nn.Linear(3, 3)
+    model.norm.weight = nn.Parameter(torch.ones(32))
+
+
+class Smooth(nn.Module):
+    """Twice differentiable, unlike fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = model(x).pow(2).mean()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    return out + slope.pow(2).sum() / len(x)
+
+
+def test_a_gradient_penalty_is_the_plain_ones(place: tuple[str, bool]) -> None:
+    torch.manual_seed(0)
+    start, x = Smooth(), torch.randn(4, 8)
+    twin = copy.deepcopy(start)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for _ in range(3):
+        plain.zero_grad()
+        (sum(penalty(twin, half) for half in x.chunk(2)) / 2).backward()
+        plain.step()
+    replicas = [copy.deepcopy(start) for _ in range(2)]
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        model = replicas[world.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine = sw.shard(model, place[0], optimizer=optimizer, world=world)
+        for _ in range(3):
+            optimizer.zero_grad()
+            penalty(model, x.chunk(2)[world.rank]).backward()
+            optimizer.step()
+        assert engine._works.sharding.meter.now["working"] == 0 or place[0] == "zero3"
+        return engine.state_dict()
+
+    for state in run_ranks(2, rank, shares_memory=place[1]):
+        for name, param in twin.named_parameters():
+            assert torch.allclose(state[name], param.detach(), rtol=1e-5, atol=1e-6), name
