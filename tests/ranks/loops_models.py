@@ -190,7 +190,6 @@ converting(
     "to_same_dtype", "`model.float()`, `.to(torch.float32)`", lambda m: m.float().to(torch.float32), composes=True
 )
 converting("to_meta", '`model.to("meta")`', lambda model: model.to("meta"))
-converting("to_empty", '`model.to_empty(device="cpu")`', lambda model: model.to_empty(device="cpu"))
 converting("part_to_double", "`model.head.double()`: a part", lambda model: model.head.double())
 converting("share_memory", "`model.share_memory()`", lambda model: model.share_memory())
 

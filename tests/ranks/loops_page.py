@@ -6,7 +6,7 @@ from pathlib import Path
 
 import loops_cells  # noqa: F401  # all actions
 from loops_matrix import ACTIONS, Action
-from loops_verdicts import OPEN, REFUSED, REFUSED_OVER_MESSAGES
+from loops_verdicts import OPEN, REFUSED, REFUSED_WHERE_SHARDED
 
 HEAD = """\
 # What a plain loop does
@@ -42,8 +42,8 @@ def page() -> str:
 def _verdict(name: str) -> str:
     if name in OPEN:
         return f"**not yet**: {OPEN[name]}"
-    if name in REFUSED_OVER_MESSAGES:
-        return f"equal; under `zero3` over messages {_said(REFUSED_OVER_MESSAGES[name])}"
+    if name in REFUSED_WHERE_SHARDED:
+        return f"equal; under `zero3` {_said(REFUSED_WHERE_SHARDED[name])}"
     return _said(REFUSED.get(name, ""))
 
 

@@ -79,6 +79,12 @@ def a_loop(world: sw.World | None) -> Names:
     return {**names, "scheduler": scheduler, "loader": loader, "epoch": 0}
 
 
+def a_plain_loop(world: sw.World | None) -> Names:
+    model = Small()
+    names = trained(model, world)
+    return {**names, "weights": model.state_dict(), "x": BATCH}
+
+
 def a_language_model(_: sw.World | None) -> Names:
     model = llama()
     model.save_pretrained("path/to/folder")
@@ -137,6 +143,7 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/data.md", 2): Setting(data_sets),
     ("docs/data.md", 3): Setting(data_sets),
     ("docs/engine.md", 0): Setting(an_engine, num_ranks=2),
+    ("docs/engine.md", 1): Setting(a_plain_loop, num_ranks=2, instead={'torch.load("weights.pt")': "weights"}),
     ("docs/faults.md", 0): Setting(),
     ("docs/launching.md", 0): Setting(a_script),
     ("docs/optimizers.md", 0): Setting(),

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
 from loops_page import page
-from loops_verdicts import OPEN, REFUSED, REFUSED_OVER_MESSAGES, sentence_of
+from loops_verdicts import OPEN, REFUSED, REFUSED_WHERE_SHARDED, sentence_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
@@ -69,7 +69,7 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
     assert not bad, "\n".join(bad)
 
 
-TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_OVER_MESSAGES)]
+TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_WHERE_SHARDED)]
 
 
 @pytest.mark.timeout(1200)
@@ -86,7 +86,7 @@ def test_in_any_order(names: list[str], preset: str, shares: bool) -> None:
 
 
 def test_the_table_knows_its_actions() -> None:
-    assert not (REFUSED.keys() | REFUSED_OVER_MESSAGES.keys()) - ACTIONS.keys()
+    assert not (REFUSED.keys() | REFUSED_WHERE_SHARDED.keys()) - ACTIONS.keys()
     assert len(NAMES) >= 60
 
 
