@@ -196,13 +196,15 @@ class Works:
     def _before_step(self, member: torch.optim.Optimizer) -> None:
         self.world.journal.mark(hyper_digest(member))  # the next collective will compare
         self.progress.gradient_norm = self.gradients.norm_before_clipping()
+        optimizer = self.require_optimizer()
         if not self.gradients.is_taken:
+            optimizer.offer_nothing(member)
             return  # without gradients an optimizer changes nothing
         self.runner.open_params()
         if self.plan.clip_grad_norm is not None:
             self.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self.before_change()
-        self.require_optimizer().offer_gradients(member)
+        optimizer.offer_gradients(member)
 
     def _during_step(self) -> None:
         """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
@@ -225,6 +227,7 @@ class Works:
     def _cast_inputs(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.owner.require_trainable()
         if self.table.compute not in ("bf16", "fp16"):
             return None
         dtype = torch_dtype(self.table.compute)

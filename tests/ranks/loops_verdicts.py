@@ -12,6 +12,7 @@ REFUSED: dict[str, str] = {
     "grad_read_on_rank_0": ORDER,
     "add_param_group": "was added to an optimizer whose model is sharded already",
     "accumulate_hook": HOOK,
+    "accumulate_hook_before": "has a post-accumulate hook",
     "step_in_backward": HOOK,
     "to_double": DTYPE,
     "to_bfloat16": DTYPE,
@@ -38,6 +39,10 @@ REFUSED: dict[str, str] = {
     "state_written": "kept by this rank's piece of it",
     "weight_norm_later": "Creating a Parameter from an instance",
     "tied_later": "was assigned to a model that is sharded",
+    "param_replaced": "was assigned to a model that is sharded",
+    "param_registered": "was assigned to a model that is sharded",
+    "pruned_later": "was assigned to a model that is sharded",
+    "module_added": "was put into a model that is sharded",
     "module_replaced": "was put into a model that is sharded",
     "wrapped_in_ddp": "If it is a wrapper that spreads a model over ranks by itself",
 }

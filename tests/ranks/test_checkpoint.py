@@ -227,7 +227,7 @@ def test_damage_is_refused_by_name_and_changes_nothing(damage: str, tmp_path: Pa
     hurt(saved(tmp_path))
 
     def work(engine: sw.Engine) -> Any:
-        scheduler = torch.optim.lr_scheduler.StepLR(engine._works.require_optimizer().optimizer, 2)
+        scheduler = torch.optim.lr_scheduler.StepLR(engine._works.require_optimizer().members[0], 2)
         train_steps(engine, range(2))
         scheduler.step()
         before, lr, last = everything(engine), scheduler.get_last_lr(), scheduler.state_dict()
@@ -260,7 +260,7 @@ def test_damage_found_before_the_first_step_leaves_nothing_behind(kind: str, tmp
         after = everything(engine)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before)
-        assert not any(engine._works.require_optimizer().optimizer.state.values())
+        assert not any(engine._works.require_optimizer().members[0].state.values())
         return str(caught.value)
 
     letters = on_ranks(2, work, {"preset": "zero3"})

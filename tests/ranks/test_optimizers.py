@@ -390,7 +390,7 @@ def test_what_cannot_be_meant_is_refused(model: Transformer) -> None:
         Muon(hidden_matrices(model), iterate_in="fp16")  # type: ignore[arg-type]  # on purpose
 
     def work(engine: sw.Engine) -> None:
-        optimizer = engine._works.require_optimizer().optimizer
+        optimizer = engine._works.require_optimizer().members[0]
         with pytest.raises(ModelError, match=r"A parameter group with lr=0\.5 was added .* Add all groups"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5})
 

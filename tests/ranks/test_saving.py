@@ -94,7 +94,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def step_of(engine: sw.Engine) -> None:
-    engine._works.require_optimizer().optimizer.step()
+    engine._works.require_optimizer().members[0].step()
 
 
 def set_a_weight(engine: sw.Engine) -> None:
@@ -150,7 +150,7 @@ def test_a_change_by_hand_before_the_copy_is_refused(tmp_path: Path, late: threa
         late.clear()
         engine.world.barrier()
         engine.save(tmp_path, wait=False)
-        optimizer = engine._works.require_optimizer().optimizer
+        optimizer = engine._works.require_optimizer().members[0]
         shard = next(param for param in optimizer.param_groups[0]["params"] if param.numel())
         with torch.no_grad():
             (shard if what == "shard" else optimizer.state[shard]["exp_avg"]).mul_(2)
@@ -357,7 +357,7 @@ def test_what_an_engine_remembers(tmp_path: Path) -> None:
     """Schedulers with whole-number keys and nested ones; a loader's place on each rank, in another world rank 0's."""
 
     def schedule(engine: sw.Engine) -> torch.optim.lr_scheduler.LRScheduler:
-        optimizer = engine._works.require_optimizer().optimizer
+        optimizer = engine._works.require_optimizer().members[0]
         first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
         second = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4, 4])
         return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], milestones=[3])

@@ -53,9 +53,9 @@ class AdoptedOptimizer:
         self._handles: list[RemovableHandle] = []
         company.meet(self.pieces)
         for member, pieces in by_member.items():
-            self._adopt(member, pieces)
             if isinstance(member, Cooperative):
                 member.peers = company
+            self._adopt(member, pieces)
             self._handles += [
                 member.register_step_pre_hook(partial(_before_step, partial(before, member))),
                 member.register_step_post_hook(lambda member, *_: after(member)),
@@ -133,6 +133,12 @@ class AdoptedOptimizer:
                 touched = piece.flat.touched[piece.index] and piece.span.numel > 0
                 piece.tensor.__class__ = nn.Parameter
                 piece.tensor.grad = piece.flat.due_piece(piece.index) if touched else None
+
+    def offer_nothing(self, member: torch.optim.Optimizer) -> None:
+        """Let a step of `member` find no gradient at all."""
+        for piece in self.pieces:
+            if self._member_of[piece.tensor] is member:
+                piece.tensor.__class__ = nn.Parameter
 
     def withdraw_gradients(self) -> None:
         for piece in self.pieces:
@@ -249,17 +255,24 @@ class StatesOfPieces(defaultdict[Tensor, Any]):
     """
 
     def __init__(self, names: Mapping[int, str], states: Mapping[Tensor, Any]) -> None:
-        super().__init__(dict, states)
         self._names = names
+        super().__init__(dict, states)
 
     def __missing__(self, key: Tensor) -> Any:
+        self._require_piece(key)
+        return super().__missing__(key)
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        self._require_piece(key)
+        super().__setitem__(key, value)
+
+    def _require_piece(self, key: Tensor) -> None:
         if id(key) in self._names:
             name = self._names[id(key)]
             raise StateError(
                 f"The optimizer's state of {name} is sharded, and kept by this rank's piece of it. "
                 f"engine.get({name!r}, 'exp_avg'), say, returns the whole on all ranks, and engine.set() replaces it."
             )
-        return super().__missing__(key)
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self))

@@ -84,9 +84,8 @@ class OuterCompile:
     def notice(self) -> None:
         """Called from a hook: true in one that is being traced, false elsewhere, whatever other threads do."""
         if torch.compiler.is_dynamo_compiling() and not self._was_said:
-            self._say()
+            torch.compiler.disable(self._say)()  # type: ignore[no-untyped-call]  # torch's own
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def _say(self) -> None:
         self._was_said = True
         warnings.warn(

@@ -575,8 +575,9 @@ class Runner:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the model's forward, or a backward, is running."""
-        return self._is_training_root is not None or self._in_evaluation or self.hooks.is_open or in_backward()
+        """Whether the model's forward, or a backward, is running, or ranks run any method at their own pace."""
+        is_inside = self._is_training_root is not None or self._in_evaluation or self._inference is not None
+        return is_inside or self.hooks.is_open or in_backward()
 
     def reach(self, unit: Unit) -> None:
         """A computation reads `unit` without having called it: it is whole, and plain, until that is over."""

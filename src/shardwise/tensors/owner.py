@@ -42,6 +42,8 @@ class Owner:
         self.gradients = gradients
         self.before_change = before_change
         self.is_closed = False
+        self.unfrozen: set[str] = set()
+        """Parameters that were frozen when the plan was made, and are to train now."""
         self._flats = [flat for unit in units for flat in unit.flats]
         self._homes: dict[int, ParamHome] = {
             id(param): ParamHome(self, unit, flat, index)
@@ -66,6 +68,16 @@ class Owner:
         """All parameters have their own class again; what they read is somebody else's business."""
         for flat in self._flats:
             flat.unguard()
+
+    def require_trainable(self) -> None:
+        """Raise before a forward if a parameter is to train for whose gradient no memory is planned."""
+        if self.unfrozen:
+            names = sorted(self.unfrozen)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise StateError(
+                f"{names[0]}{more} was frozen when the model was sharded, so there is no memory for its gradient. Call "
+                f"engine.reshard(engine.plan), which makes it, or requires_grad_(False) again."
+            )
 
     def home_of(self, param: object) -> ParamHome:
         return self._homes[id(param)]
@@ -190,12 +202,10 @@ class ParamHome:
             f"plan (`precision: bf16`, engine.reshard(plan) changes it), and with shard(..., device=...)."
         )
 
-    def require_may_train(self, *, wanted: bool) -> None:
-        if wanted and not self._flat.spec.trainable:
-            raise StateError(
-                f"{self.name} was frozen when the model was sharded, so no memory is planned for its gradient. Let it "
-                f"train from the start and freeze it later, or call requires_grad_() before shard()."
-            )
+    def note_wish(self, *, trains: bool) -> None:
+        self._owner.unfrozen.discard(self.name)
+        if trains and not self._flat.spec.trainable:
+            self._owner.unfrozen.add(self.name)
 
     def refuse_hook(self) -> NoReturn:
         raise StateError(

@@ -240,7 +240,7 @@ def _requires_grad(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, A
     if isinstance(args[0], Whole):
         return args[0]
     wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    args[0].home().require_may_train(wanted=bool(wanted))
+    args[0].home().note_wish(trains=bool(wanted))
     return plainly(func, args, kwargs)
 
 
