@@ -22,7 +22,7 @@ SHARED_OUT := -n auto --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check extras lint types floors train bench clean
+.PHONY: help test check loops extras lint types floors train bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test: lint types floors ## all that has to pass before anything lands
 
 check: lint types floors ## what takes under a minute: style, types, floors, what needs no ranks
 	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
+
+loops: .venv/.test ## all that plain loops do, under every preset, with and without common memory
+	EVERY_PLACE=1 $(BIN)/pytest $(SHARED_OUT) tests/ranks/test_plain_loops.py
 
 extras: .venv-extras/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...
 	$(EXTRAS_BIN)/python -m pytest $(SHARED_OUT) tests/extras

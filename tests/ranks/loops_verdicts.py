@@ -40,6 +40,7 @@ REFUSED: dict[str, str] = {
     "weight_norm_later": "Creating a Parameter from an instance",
     "tied_later": "was assigned to a model that is sharded",
     "param_replaced": "was assigned to a model that is sharded",
+    "load_assigned": "was assigned to a model that is sharded",
     "param_registered": "was assigned to a model that is sharded",
     "pruned_later": "was assigned to a model that is sharded",
     "module_added": "was put into a model that is sharded",

@@ -53,9 +53,7 @@ class AdoptedOptimizer:
         self._handles: list[RemovableHandle] = []
         company.meet(self.pieces)
         for member, pieces in by_member.items():
-            if isinstance(member, Cooperative):
-                member.peers = company
-            self._adopt(member, pieces)
+            self._adopt(member, pieces, company)
             self._handles += [
                 member.register_step_pre_hook(partial(_before_step, partial(before, member))),
                 member.register_step_post_hook(lambda member, *_: after(member)),
@@ -67,13 +65,15 @@ class AdoptedOptimizer:
             member.zero_grad = partial(_zero_grad, partial(forget, only))  # type: ignore[method-assign]  # until release
             member.add_param_group = _refuse_group  # type: ignore[method-assign]  # likewise
 
-    def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+    def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece], company: Company) -> None:
         """Put pieces in the place of parameters, and cut the states that there are."""
         by_param: dict[Tensor, Piece] = {piece.flat.params[piece.index]: piece for piece in pieces}
         kept = {param: _dense(member, param) for param in by_param if member.state.get(param)}
         member.state.clear()
         for group in member.param_groups:
             group["params"] = [by_param[param].tensor if param in by_param else param for param in group["params"]]
+        if isinstance(member, Cooperative):
+            member.peers = company
         for param, entry in kept.items():
             self.put_state(by_param[param], entry)
         self._guard_states(member)

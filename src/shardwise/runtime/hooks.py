@@ -115,9 +115,7 @@ class Hooks:
         use = self._uses[unit.name]
 
         def open_backward(_: object) -> None:
-            if torch.is_grad_enabled():  # backward(create_graph=True); a forward that is recomputed does not come here
-                self._listener.await_graph(unit)
-            self._open_backward(unit)
+            self._open_for_gradient(unit)
 
         use.depth += num_running
         before, after = partial(self._before, unit, use), partial(self._after, unit, use, open_backward)
@@ -248,6 +246,12 @@ class Hooks:
         """A gradient of an output of `call` is about to be used."""
         call.join(_graph_task_id())
         use.sent_back.add(call)
+        self._open_for_gradient(unit)
+
+    def _open_for_gradient(self, unit: Unit) -> None:
+        """A gradient has come; a forward that is recomputed in a backward does not lead here."""
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            self._listener.await_graph(unit)
         self._open_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
