@@ -66,15 +66,30 @@ def open_regular(path: Path) -> BinaryIO:
     Never waits: a pipe in a file's place is refused, not read.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        handle = regular_descriptor(path, follows_links=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete.") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return os.fdopen(handle, "rb", buffering=0)
+
+
+def regular_descriptor(path: Path, *, follows_links: bool) -> int:
+    """A descriptor for reading. Raises `CheckpointError` for a pipe, a device, a folder, or a link not to be followed.
+
+    Errors of the system, such as `FileNotFoundError`, are raised as they are.
+    """
+    if not follows_links and path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link, which a checkpoint does not contain: it may lead anywhere. Put the file "
+            f"itself there if you trust it."
+        )
+    never_waits = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY  # a pipe without a writer would block for ever
+    handle = os.open(path, os.O_RDONLY | never_waits | (0 if follows_links else os.O_NOFOLLOW))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise CheckpointError(f"{path} is not a regular file, so it is not read.")
-    return os.fdopen(handle, "rb", buffering=0)
+    return handle
 
 
 def read_regular(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:

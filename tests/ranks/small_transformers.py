@@ -23,7 +23,7 @@ def gpt2(**changes: Any) -> nn.Module:
 
 def llama(**changes: Any) -> nn.Module:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
-    return library().LlamaForCausalLM(library().LlamaConfig(**sizes, **ATTENTION, **changes))
+    return library().LlamaForCausalLM(library().LlamaConfig(**{**sizes, **ATTENTION, **changes}))
 
 
 def vit() -> nn.Module:

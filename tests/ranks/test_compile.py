@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from small_transformers import VOCAB, llama
+from test_transformers import losses_of
 from torch import nn
 from torch._dynamo.utils import counters
 from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.runtime.compiled import _compiled
 from shardwise.testing import run_ranks
 
 BACKEND = "aot_eager"  # traces forward and backward as inductor does, and needs no C++ compiler
@@ -35,6 +39,56 @@ def test_compiled_units_train_like_the_plain_model(preset: str, num_ranks: int) 
     assert "forward" not in run.extra["model"].blocks[0].__dict__  # closing the engine puts it back
     assert not counters["graph_break"]
     assert 1 <= counters["stats"]["unique_graphs"] <= 2  # the three blocks share one
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
+def test_more_blocks_than_torch_recompiles_for_are_all_compiled(use_cache: bool) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    num_blocks = torch._dynamo.config.recompile_limit + 2
+    torch.manual_seed(0)
+    model = llama(num_hidden_layers=num_blocks, use_cache=use_cache)
+    twin = copy.deepcopy(model)
+    tokens = torch.randint(0, VOCAB, (2, 2, 8))
+
+    def rank(world: sw.World) -> list[float]:
+        engine = sw.shard(model, {"preset": "zero3", "compile": "eager"}, optimizer=adamw(model), world=world)
+        losses = []
+        for batch in tokens:
+            losses.append(loss := engine(input_ids=batch, labels=batch).loss)
+            engine.backward(loss)
+            engine.step()
+        return [loss.item() for loss in losses]
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        (losses,) = run_ranks(1, rank)
+    told = [str(one.message) for one in said if "use_cache=False" in str(one.message)]
+    assert len(told) == use_cache
+    assert all(
+        f"LlamaDecoderLayer is given a DynamicCache, with which torch.compile makes a graph for each of "
+        f"{num_blocks} blocks" in one
+        for one in told
+    )
+    assert counters["stats"]["unique_graphs"] == (num_blocks if use_cache else 1)
+    assert losses == pytest.approx(losses_of(twin, tokens), rel=2e-6)
+
+
+def test_room_for_graphs_is_made_where_torch_compile_has_no_argument_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, *, backend: compile_(model, backend=backend))
+    num_calls = torch._dynamo.config.recompile_limit + 2
+
+    def forward(x: torch.Tensor, number: list[int]) -> torch.Tensor:
+        return x * number[0]
+
+    compiled = _compiled(forward, "eager", num_calls)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        for number in range(num_calls):
+            assert compiled(torch.ones(2), [number]).tolist() == [number, number]
+    assert counters["stats"]["unique_graphs"] == num_calls
 
 
 def test_an_unknown_backend_is_named() -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import small_transformers
 import torch
 import torch.nn.functional as F
 from allocations import profiled_peak
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from twins import LENGTH, Transformer, adamw, batches, engine_step
 
@@ -21,6 +23,8 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.placement import mesh_for, table_for
 from shardwise.program import Activations
 from shardwise.rehearsal import rehearse
+from shardwise.rehearsal.grouped import KERNEL_BYTES, GroupedProducts, num_kept_kernels
+from shardwise.rehearsal.rehearse import PROCESS_BYTES
 from shardwise.storage import choose_units, make_unit, rows_for, torch_dtype
 from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
@@ -179,6 +183,43 @@ def test_counts_models_of_transformers(name: str, checkpointing: bool) -> None:
         expected -= 3 * GENERATOR_BYTES
     numbers = 128  # bytes: the Python numbers that autograd keeps as tensors, such as GELU's
     assert peak_of(rehearsed(model, batch)) == pytest.approx(expected, abs=numbers)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_counts_mixtures_of_experts(precision: str) -> None:
+    model = small_transformers.mixtral()
+    tokens = torch.randint(0, 97, (16, 12))
+    twin = copy.deepcopy(model).to(torch_dtype("bf16" if precision == "bf16" else "fp32"))
+    for param in twin.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    expected = profiled_peak(lambda: twin(input_ids=tokens, labels=tokens).loss.backward()) + tokens.nbytes
+    numbers = 4096  # bytes: what the kernel of a product keeps while it runs, and Python numbers as above
+    activations = rehearsed(model, {"input_ids": tokens, "labels": tokens}, precision)
+    assert peak_of(activations) == pytest.approx(expected, abs=numbers)
+    has_kernels = precision == "bf16" and torch.backends.mkldnn.is_available()
+    kernels = num_kept_kernels() * KERNEL_BYTES if has_kernels else 0
+    assert activations.process_bytes == PROCESS_BYTES + kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("left", "right"), [((8, 12), (3, 12, 20)), ((12, 8), (8, 20)), ((3, 8, 12), (3, 12, 20))])
+def test_a_grouped_product_has_the_shape_and_strides_of_the_real_one(
+    left: tuple[int, ...], right: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    if not hasattr(F, "grouped_mm"):
+        pytest.skip("no grouped_mm in this torch")
+    width = 16 // dtype.itemsize
+
+    def padded(*shape: int) -> torch.Tensor:
+        row = -(-shape[-1] // width) * width
+        return torch.randn(*shape[:-1], row).to(dtype)[..., : shape[-1]]
+
+    operands = padded(*left), padded(*right)
+    offs = None if len(left) == len(right) == 3 else torch.tensor([2, 5, 8], dtype=torch.int32)
+    real = F.grouped_mm(*operands, offs=offs)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes, GroupedProducts():
+        foreseen = F.grouped_mm(*(fakes.from_tensor(operand) for operand in operands), offs=offs)
+    assert (foreseen.shape, foreseen.stride(), foreseen.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 class Padded(nn.Module):

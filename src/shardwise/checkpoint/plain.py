@@ -1,4 +1,4 @@
-"""Reading what a stranger may have made: regular files by plain names, and JSON of bounded size and depth.
+"""What our own checkpoints are read by: stricter names, text and JSON than those of other formats (`safe_files`).
 
 A folder of checkpoints is data, and may come from anywhere. A name in an index must not lead out of its folder, a pipe
 in the place of a file must not hold a rank up, and text must not be able to exhaust the stack.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.safe_files import regular_descriptor
 
 MAX_JSON_BYTES = 2**30
 MAX_DEPTH = 100
@@ -29,30 +29,12 @@ def is_plain_name(name: str) -> bool:
     return _PLAIN_NAME.fullmatch(name) is not None
 
 
-def open_regular(path: Path) -> int:
-    """A descriptor for reading. Raises `CheckpointError` for what is a link, a pipe, a device or a folder.
-
-    Errors of the system, such as `FileNotFoundError`, are raised as they are.
-    """
-    if path.is_symlink():
-        raise CheckpointError(
-            f"{path} is a symbolic link, which a checkpoint does not contain: it may lead anywhere. Put the file "
-            f"itself there if you trust it."
-        )
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe without a writer would block for ever
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise CheckpointError(f"{path} is not a regular file, so it is not read.")
-    return handle
-
-
 def read_text(path: Path, max_bytes: int) -> str:
-    """All of a small file, which `open_regular` opens.
+    """All of a small file, which is regular and no link.
 
     Raises `CheckpointError` if it is larger or no text, and `OSError` as the system does.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
+    with os.fdopen(regular_descriptor(path, follows_links=False), "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise CheckpointError(f"{path} has more than {max_bytes} bytes, which is more than it can mean.")

@@ -21,9 +21,10 @@ import torch
 from shardwise.checkpoint.codec import dtype_of
 from shardwise.checkpoint.image import SAFETENSORS_DTYPES
 from shardwise.checkpoint.index import INDEX, Chunk, File, Index
-from shardwise.checkpoint.plain import as_text, open_regular, parse_json
+from shardwise.checkpoint.plain import as_text, parse_json
 from shardwise.errors import CheckpointError
 from shardwise.placement import Span
+from shardwise.safe_files import regular_descriptor
 
 WORDS = {**SAFETENSORS_DTYPES, torch.complex64: "C64"}
 SCRATCH_BYTES = 2**22
@@ -182,7 +183,7 @@ class Reader:
         if name not in self._files:
             raise CheckpointError(f"{self.path} needs {name} for {needed_for}, but its index does not list that file.")
         try:
-            handle = open_regular(path)
+            handle = regular_descriptor(path, follows_links=False)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{path} is missing, which has {needed_for}; the checkpoint is incomplete."

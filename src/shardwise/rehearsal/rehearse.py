@@ -19,6 +19,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.placement import Dtype
 from shardwise.precision import cast_floating
 from shardwise.program import END_OF_BACKWARD, Activations, Mark, Moment
+from shardwise.rehearsal.grouped import GroupedProducts
 from shardwise.rehearsal.integers import Integers, like
 from shardwise.rehearsal.letters import letter
 from shardwise.rehearsal.living import CUDA_BLOCK_BYTES, LivingBytes
@@ -32,8 +33,15 @@ PROCESS_BYTES = 2**25
 """[Note: what no tensor shows] On a CPU a process that begins to compute grows by pages of libraries that are first
 used then, scratch of the matrix kernels (MKL packs, oneDNN compiles), gaps of the heap between living blocks, and the
 engine's own Python objects. Measured with torch 2.13 and one thread: 19 MiB (fp32) and 29 (bf16) for a model that is
-all but nothing, of which plain PyTorch alone takes 12 and 24; 28 and 40 for a GPT of 34 M parameters. It hardly grows
-with the model, so one figure stands for it. On a GPU the allocator's peak has none of it.
+all but nothing, of which plain PyTorch alone takes 12 and 24; 28 and 40 for a GPT of 34 M parameters; 31 for a small
+Whisper, 9 of which are oneDNN's convolutions. It hardly grows with the model, so one figure stands for it, but for
+[Note: kernels that stay] in `grouped.py`. Python modules that are imported late are not in it: 16 MiB by the first
+`shard`, and some 80 by the first optimizer of torch, with or without us. On a GPU the allocator's peak has none of it.
+
+Gaps can be more. By default glibc takes blocks of up to 32 MiB from one heap, and cannot give back what lies below a
+block that lives on. Where blocks of many sizes come and go (long sequences beside short ones, groups of other sizes in
+every step) they were another half of the promise for a Whisper, and three times it for a small Mixtral in bf16. With
+MALLOC_MMAP_THRESHOLD_=131072 in the environment there are next to none, at the price of fresh pages.
 """
 MAX_PASSES = 4
 """Each one may teach how to see more: modules that reach into others, parameters without a gradient."""
@@ -60,7 +68,8 @@ def rehearse(
     `ConfigError` for a `batch` of another kind.
     """
     args, kwargs = _arguments(batch)
-    with FakeTensorMode(allow_non_fake_inputs=True), Integers(), torch.enable_grad():
+    fakes, products = FakeTensorMode(allow_non_fake_inputs=True), GroupedProducts()
+    with fakes, Integers(), products, torch.enable_grad():
         twin = Twin(model, units, device)
         stage = _Stage(twin, device)
         given = {id(leaf): like(leaf, device) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
@@ -75,7 +84,7 @@ def rehearse(
             if not stage.is_wiser:
                 break
     on_cpu = device.type == "cpu"
-    return Activations(tuple(stage.marks), PROCESS_BYTES if on_cpu else 0, on_cpu)
+    return Activations(tuple(stage.marks), PROCESS_BYTES + products.kernel_bytes if on_cpu else 0, on_cpu)
 
 
 def loss_in(output: Any) -> torch.Tensor:

@@ -3,13 +3,21 @@
 What is compiled is a site's `forward`, not its call: PyTorch runs a module's hooks around `forward`, so gathering
 and freeing happen before the graph is entered and after it is left, and break nothing in it. Blocks of one
 class share a graph. A site that is a single operation (an embedding, a head) has nothing to fuse and is left alone.
+
+[Note: caches] A decoder of transformers that is called with `use_cache`, as is its default, gives all of its blocks one
+cache, in which each has a layer of its own. Which layers are filled is then part of what a graph was made for: every
+block gets its own, and torch gives up after 8 of one class and runs the rest without compiling. So as many are allowed
+as there are blocks, and a warning says how they would share one.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,8 +54,14 @@ class CompiledUnits:
         if self._are_installed:
             return
         self._are_installed = True
+        num_alike = Counter(_code_of(site) for site in self._sites)
+        looked_at = set()
         for site in self._sites:
-            site.forward = torch.compile(site.forward, backend=self._backend)
+            code = _code_of(site)
+            site.forward = _compiled(site.forward, self._backend, num_alike[code])
+            if num_alike[code] > 1 and code not in looked_at:
+                looked_at.add(code)
+                site.forward = _looks_for_cache(site, site.forward, num_alike[code])
 
     def remove(self) -> None:
         if self._are_installed:
@@ -56,6 +70,46 @@ class CompiledUnits:
         self._are_installed = False
 
 
+def _code_of(site: nn.Module) -> object:
+    """What graphs are kept by: sites of one class have one."""
+    return getattr(type(site).forward, "__code__", type(site))
+
+
+def _compiled(forward: Callable[..., Any], backend: str, num_alike: int) -> Callable[..., Any]:
+    """`forward` compiled, with room for a graph for each of the `num_alike` sites: see [Note: caches]."""
+    limit = torch._dynamo.config.recompile_limit + num_alike
+    has_option = "recompile_limit" in inspect.signature(torch.compile).parameters
+    options: dict[str, Any] = {"recompile_limit": limit} if has_option else {}
+    compiled: Any = torch.compile(forward, backend=backend, **options)
+    if has_option:
+        return compiled  # type: ignore[no-any-return]  # torch's own
+    within: Any = torch._dynamo.config.patch(recompile_limit=limit)(compiled)
+    within._torchdynamo_orig_callable = forward
+    return within  # type: ignore[no-any-return]  # likewise
+
+
+def _looks_for_cache(site: nn.Module, compiled: Callable[..., Any], num_alike: int) -> Callable[..., Any]:
+    """`compiled`, which it puts in its own place at the first call, after a look at the arguments."""
+
+    def first_call(*args: Any, **kwargs: Any) -> Any:
+        site.forward = compiled
+        for value in (*args, *kwargs.values()):
+            if any((base.__name__, base.__module__) == _CACHE for base in type(value).__mro__):
+                warnings.warn(
+                    f"{type(site).__name__} is given a {type(value).__name__}, with which torch.compile makes a graph "
+                    f"for each of {num_alike} blocks instead of one for all. The results are right. To train, call the "
+                    f"model with use_cache=False, or set model.config.use_cache = False.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        return compiled(*args, **kwargs)
+
+    first_call._torchdynamo_orig_callable = compiled  # type: ignore[attr-defined]  # that a forward is a compiled one
+    return first_call
+
+
+_CACHE = ("Cache", "transformers.cache_utils")
+"""The base of all that transformers keeps keys and values in, and its module."""
 _COMPILED_CALL = ("compile_wrapper", "torch._dynamo.eval_frame")
 """The function that calls what `torch.compile` was given."""
 
