@@ -33,7 +33,7 @@ def raced(scripts: list[tuple[tuple[str, ...], str, bool]]) -> list[Verdict]:
 
 
 def says(words: str, said: str) -> bool:
-    """Whether the sentence has these words. Ranks that did different things contradict each other, or wait in a circle."""
+    """Whether the sentence has these words. Ranks that did different things contradict or wait for each other."""
     return bool(words) and (words in said or (words == ORDER and "Nothing more can be sent between" in said))
 
 
