@@ -266,7 +266,15 @@ class StatesOfPieces(defaultdict[Tensor, Any]):
         self._require_piece(key)
         super().__setitem__(key, value)
 
-    def _require_piece(self, key: Tensor) -> None:
+    def __contains__(self, key: object) -> bool:
+        self._require_piece(key)
+        return super().__contains__(key)
+
+    def get(self, key: Tensor, default: Any = None) -> Any:
+        self._require_piece(key)
+        return super().get(key, default)
+
+    def _require_piece(self, key: object) -> None:
         if id(key) in self._names:
             name = self._names[id(key)]
             raise StateError(
