@@ -15,10 +15,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).with_name("wrapped.py")
-UNCLIPPED = pytest.mark.xfail(
-    reason="Lightning clips optimizer.param_groups, which hold pieces without a gradient: it trains, but unclipped"
-)
-NAMES = ("ddp", "trainer", "accelerate", pytest.param("lightning", marks=UNCLIPPED), "lightning-ddp")
+NAMES = ("ddp", "trainer", "accelerate", "lightning", "lightning-ddp")
 
 
 def launched(wrapper: str, preset: str) -> dict[str, Any]:

@@ -152,6 +152,22 @@ def test_whole_tensors_share_the_memory_of_the_parameter(place: tuple[str, bool]
     assert used(use, place) == [True, True]
 
 
+def test_in_inference_mode_nothing_is_lost_either(place: tuple[str, bool]) -> None:
+    def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        engine.backward(engine(*share_of(engine, DATA[0])))
+        with torch.inference_mode():
+            param_of(model).fill_(0.25)
+            param_of(model).grad.add_(torch.ones(128, 32))
+            norm = param_of(model).grad.norm()
+            model(*share_of(engine, DATA[0]))
+        assert torch.equal(engine.get(NAME), torch.full((128, 32), 0.25))
+        assert torch.allclose(engine.get(NAME, "grad").norm(), norm.clone())
+        assert norm > 50
+        engine.step()
+
+    used(use, place)
+
+
 def test_ranks_that_write_differently_take_rank_0s(place: tuple[str, bool]) -> None:
     def use(engine: sw.Engine, model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
         with torch.no_grad():
@@ -246,8 +262,8 @@ def test_what_was_there_before_is_refused() -> None:
         assert type(next(model.parameters())) is nn.Parameter
 
 
-def test_an_engine_leaves_nothing_in_torch() -> None:
-    """Registration hooks are the process's, so they have to go with the engine."""
+def test_a_closed_engine_lets_its_model_change() -> None:
+    """torch's registration hooks are the process's, and know the models of open engines alone."""
     model = Transformer()
     with sw.shard(model, "zero3", optimizer=adamw(model)) as engine:
         step(engine)

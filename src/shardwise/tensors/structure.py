@@ -1,7 +1,13 @@
-"""What a model is made of when it is sharded is what it stays made of: whoever changes that is told at once."""
+"""What a model is made of when it is sharded is what it stays made of: whoever changes that is told at once.
+
+[Note: one hook for the process] torch goes through its registration hooks without a lock, whenever any thread builds
+any module. So ours are hung there once, with the first engine, stay, and look up whose module it is. Hooks that come
+and go with engines would now and then break a constructor in another thread.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 from torch import nn
@@ -13,31 +19,68 @@ from torch.nn.modules.module import (
 from shardwise.errors import ModelError
 
 
+class _Watch:
+    """The modules of all sharded models of the process, and the one that knows each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_hung = False
+        self._structures: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDictionary()
+
+    def add(self, structure: Structure, model: nn.Module) -> None:
+        with self._lock:
+            if not self._is_hung:
+                register_module_parameter_registration_hook(self._parameter)
+                register_module_module_registration_hook(self._module)
+                self._is_hung = True
+            for module in model.modules():
+                self._structures[module] = structure
+
+    def drop(self, structure: Structure, model: nn.Module) -> None:
+        with self._lock:
+            for module in model.modules():
+                if self._structures.get(module) is structure:
+                    del self._structures[module]
+
+    def _parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+        structure = self._structures.get(module)
+        if structure is not None:
+            structure.require_same_parameter(module, name, param)
+
+    def _module(self, module: nn.Module, name: str, inner: nn.Module | None) -> None:
+        structure = self._structures.get(module)
+        if structure is not None:
+            structure.require_known_module(module, name, inner)
+
+
+_WATCH = _Watch()
+
+
 class Structure:
     """Refuses parameters, and modules with parameters, that are put into `model`, until `release`."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
         self._paths = weakref.WeakKeyDictionary({module: path for path, module in model.named_modules()})
-        self._handles = [
-            register_module_parameter_registration_hook(self._require_same_parameter),
-            register_module_module_registration_hook(self._require_known_module),
-        ]
+        _WATCH.add(self, model)
 
     def release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        model = self._model()
+        if model is not None:
+            _WATCH.drop(self, model)
 
-    def _require_same_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
-        if module in self._paths and module._parameters.get(name) is not param:
+    def require_same_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+        """`param` is about to become `module.name`."""
+        if module._parameters.get(name) is not param:
             raise ModelError(
                 f"{self._path(module, name)} was assigned to a model that is sharded, so no engine would train it. "
                 f"Add, tie or replace parameters before shard(). To change values write to the parameter: "
                 f"param.copy_(values) under torch.no_grad(), or engine.load_state_dict(state)."
             )
 
-    def _require_known_module(self, module: nn.Module, name: str, inner: nn.Module | None) -> None:
-        if module not in self._paths or inner is None or module._modules.get(name) is inner:
+    def require_known_module(self, module: nn.Module, name: str, inner: nn.Module | None) -> None:
+        """`inner` is about to become `module.name`."""
+        if inner is None or module._modules.get(name) is inner:
             return
         if name == "parametrizations" or any(one not in self._paths for one in inner.modules() if one._parameters):
             raise ModelError(

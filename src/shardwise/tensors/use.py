@@ -73,6 +73,9 @@ def _without_gathering(func: Function, whole: Whole, args: tuple[Any, ...], kwar
 
 
 def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | Whole]) -> Any:
+    if torch.is_inference_mode_enabled():  # there tensors have no versions, and writes would not be seen
+        with torch.inference_mode(False), torch.no_grad():
+            return _run(func, leaves, form, handles)
     differentiates = torch.is_grad_enabled() and any(plainly(uses.GET_REQUIRES_GRAD, [one], {}) for one in handles)
     with ExitStack() as stack:
         opened = _opened(handles, stack)
