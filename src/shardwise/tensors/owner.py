@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,11 +99,16 @@ class ParamHome:
     """Where one parameter is: a `Home`."""
 
     def __init__(self, owner: Owner, unit: Unit, flat: Flat, index: int) -> None:
-        self._owner = owner
+        self._owner_ref = weakref.ref(owner)
         self._unit = unit
         self._flat = flat
         self._index = index
         self.use = use
+
+    @property
+    def _owner(self) -> Owner:
+        """Known weakly, so that an old plan's buffers go with it, and do not wait for a garbage collection."""
+        return _there(self._owner_ref)
 
     @property
     def slot(self) -> Slot:
@@ -268,11 +274,23 @@ class GradSource:
             )
 
 
+def _there(known: weakref.ref[Owner]) -> Owner:
+    owner = known()
+    if owner is None:
+        raise StateError(
+            "This parameter is sharded, and the engine that held it is gone. Build the model anew, and load a "
+            "state or a checkpoint into it."
+        )
+    return owner
+
+
 def _resting_type(plain: type, owner: Owner) -> type:
     """A subclass of `plain` for `owner`'s parameters at rest. It keeps the name, which people see."""
 
+    known = weakref.ref(owner)  # the class is part of a cycle, as classes are
+
     def home(self: Any) -> ParamHome:
-        return owner.home_of(self)
+        return _there(known).home_of(self)
 
     def torch_function(
         cls: type,  # noqa: ARG001
@@ -281,20 +299,21 @@ def _resting_type(plain: type, owner: Owner) -> type:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if owner.is_closed and func is Tensor.copy_ and isinstance(args[0], Resting):
+        owner = known()
+        if owner is not None and owner.is_closed and func is Tensor.copy_ and isinstance(args[0], Resting):
             owner.revive(owner.home_of(args[0]))
             return func(*args, **(kwargs or {}))
         return use(func, args, kwargs or {})
 
     def shown(self: Any) -> str:
         """Needs no other rank, so that debuggers and error messages may show it."""
-        slot, dtype = owner.home_of(self).slot, self.dtype
+        slot, dtype = _there(known).home_of(self).slot, self.dtype
         return f"Parameter {slot.name} {list(slot.shape)}, {dtype}: sharded; engine.get({slot.name!r}) has the values"
 
     def refuse_copy(self: Any, *_: object) -> NoReturn:
         raise StateError(
-            f"{owner.home_of(self).name} is sharded, so the model cannot be copied or pickled as it is. Build another "
-            f"and load engine.state_dict() into it, on all ranks; checkpoints are written by engine.save(folder)."
+            f"{_there(known).home_of(self).name} is sharded, so the model cannot be copied or pickled as it is. Build "
+            f"another and load engine.state_dict() into it, on all ranks; checkpoints are written by engine.save(folder)."
         )
 
     members: dict[str, Any] = {
