@@ -176,9 +176,9 @@ def test_what_the_model_shows_may_change_at_once(tmp_path: Path, late: threading
         train(engine)
         expected = whole(engine)
         engine.save(tmp_path, wait=False)
-        for param in engine.module.parameters():
-            param.data.clamp_(-0.001, 0.001)
         late.set()
+        for param in engine.module.parameters():  # waits for the copy, whichever way it is written to
+            param.data.clamp_(-0.001, 0.001)
         engine.wait_for_save()
         assert engine.resume(tmp_path) is not None
         there = whole(engine)

@@ -80,57 +80,23 @@ def test_parameters_can_be_read_between_steps(model: Transformer) -> None:
             assert torch.allclose(params[name], param, atol=1e-5), name
 
 
-def test_what_one_writes_outside_of_gathered_is_his_own_and_soon_gone(model: Transformer) -> None:
-    def work(engine: sw.Engine) -> list[bool]:
-        weight = engine.module.get_parameter("blocks.1.up.weight")
-        before = engine.get("blocks.1.up.weight")
-        assert before is not None
-        if engine.world.rank == 1:
-            weight.data.fill_(7.0)
-        seen = bool((weight == 7.0).all())
-        engine.world.barrier()
-        x, y = batches(1)[0]
-        with torch.no_grad():
-            engine(x, y)
-        after = engine.get("blocks.1.up.weight")
-        return [seen, torch.equal(before, after), torch.equal(before, weight)]  # type: ignore[arg-type]
-
-    assert engines(2, model, work) == [[False, True, True], [True, True, True]]
-
-
-class ClampsItself(nn.Linear):
-    """Writes to its parameters in its forward, as normalizing layers of old do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.01, 0.01)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("writes", [False, True])
-def test_the_last_unit_stays_whole_until_its_backward_without_its_pages(model: Transformer, writes: bool) -> None:
-    """What a forward wrote to it is there in its backward; if it wrote nothing, pages are not held for the loss."""
+def test_the_last_unit_stays_whole_until_its_backward_without_its_pages(model: Transformer) -> None:
+    """A forward writes nothing to it, so that its pages are not held for the loss."""
     x, y = batches(1)[0]
-    if writes:
-        model = copy.deepcopy(model)
-        model.head = ClampsItself(*reversed(model.head.weight.shape))
 
-    def work(engine: sw.Engine) -> tuple[bool, int, bool]:
+    def work(engine: sw.Engine) -> tuple[bool, int]:
         [flat] = [flat for flat in engine._works.flats if any(slot.name == "head.weight" for slot in flat.slots)]
-        weight = engine.module.get_parameter("head.weight")
         for _ in range(2):  # then the program is followed
             engine_step(engine, None, (x, y))  # type: ignore[arg-type]
         loss = engine(x, y)
         pages = _num_present(flat.full)
         is_whole = flat.is_whole
-        clamped = bool(weight.abs().max() <= 0.0101)
         engine.backward(loss)
-        return is_whole, pages, clamped
+        return is_whole, pages
 
-    for is_whole, pages, clamped in engines(2, model, work):
+    for is_whole, pages in engines(2, model, work):
         assert is_whole
-        assert clamped == writes
-        assert (pages > 0) == writes
+        assert pages == 0
 
 
 def _num_present(tensor: Tensor) -> int:
@@ -181,20 +147,6 @@ def test_reshard_set_and_load(model: Transformer, plan: Any) -> None:
     assert (doubled, plain) == (at_last, again) != (plain, doubled)
 
 
-def test_ranks_may_evaluate_at_their_own_pace(model: Transformer) -> None:
-    """A gather waits for nobody: one rank may call the model where the others do not."""
-
-    def work(engine: sw.Engine) -> None:
-        x, y = batches(1)[0]
-        for _ in range(engine.world.rank):
-            with torch.no_grad():
-                engine(x, y)
-        engine.backward(engine(x, y))
-        engine.step()
-
-    engines(3, model, work)
-
-
 def test_nothing_stays_mapped(model: Transformer) -> None:
     """Engines that are gone leave no mapping and no descriptor behind."""
 
@@ -210,7 +162,7 @@ def test_nothing_stays_mapped(model: Transformer) -> None:
     before, open_before = shared(), len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(3):
         engines(2, model, work)
-    assert shared() == before
+    assert shared() <= before
     assert len(list(Path("/proc/self/fd").iterdir())) <= open_before
 
 
