@@ -312,8 +312,8 @@ def _resting_type(plain: type, owner: Owner) -> type:
 
     def refuse_copy(self: Any, *_: object) -> NoReturn:
         raise StateError(
-            f"{_there(known).home_of(self).name} is sharded, so the model cannot be copied or pickled as it is. "
-            f"Build another and load engine.state_dict() into it, on all ranks; checkpoints are written by engine.save(folder)."
+            f"{_there(known).home_of(self).name} is sharded, so the model cannot be copied or pickled as it is. Build "
+            f"another and load engine.state_dict() into it, on all ranks; engine.save(folder) writes checkpoints."
         )
 
     members: dict[str, Any] = {
