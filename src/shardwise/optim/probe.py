@@ -46,7 +46,7 @@ def vet(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> dict[n
     for optimizer in optimizers:
         own = _vetted(optimizer, model)
         names = {param: name for name, param in model.named_parameters()}
-        for param in own.keys() & updates.keys():
+        for param in (param for param in names if param in own and param in updates):
             raise ModelError(
                 f"{names[param]} is in two of the optimizers, so it would be updated twice. Give each parameter to one."
             )
