@@ -9,6 +9,7 @@ who asks prepare again. As in plain PyTorch an `optimizer.step()` leaves gradien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -47,6 +48,8 @@ class Gradients:
         """How many backwards had ended when gradients were zeroed last."""
         self._prepared_at: tuple[int, int] | None = None
         """How many backwards had ended, and how many had been cut short, when gradients were prepared last."""
+        self._judged_at: tuple[int, int] | None = None
+        """The same when the loss scale learnt of them last."""
         self._stepped_at: tuple[int, int] | None = None
         """The same when a step used them last."""
         self._norm: float | None = None
@@ -54,6 +57,10 @@ class Gradients:
         self._norm_before: float | None = None
         """The same before any clipping."""
         self._norms: dict[float, list[float]] = {}
+        self._lost: set[tuple[str, int]] = set()
+        """Parameters whose gradients went with a backward that raised, and that nobody has zeroed since."""
+        self._seen_lost_at = 0
+        """How many backwards had been cut short when that was found."""
         self._holds_more = False
         """Whether there are gradients that no backward has left: zeros, or what somebody assigned."""
         self._is_clipped_by_plan = False
@@ -118,24 +125,32 @@ class Gradients:
         self._forget_figures()
         self.is_taken = True
         if scaler is not None and self.exist():
-            norm = self._unscaled(scaler, norm)
+            norm = self._unscaled(scaler.scale, norm)
         self._norm = self._norm_before = norm
         self._prepared_at = self._moment()
 
-    def _unscaled(self, scaler: LossScaler, norm: float) -> float:
-        """Take the loss scale out of the gradients and of their norm; learn whether the step may be taken."""
+    def _unscaled(self, scale: float, norm: float) -> float:
+        """Take the loss scale out of the gradients and of their norm, unless one has overflowed."""
         if self._runner.num_unscaled:
             raise StateError(
                 "precision fp16 needs a scaled loss, but gradients came from a backward of one that was not. Call "
                 "engine.backward(loss), or engine.scale(loss).backward(), in the place of loss.backward(), for every "
                 "micro-batch; zero_grad() forgets what has come so far."
             )
-        scale = scaler.scale
-        self.is_taken = scaler.judge(norm)
+        self.is_taken = math.isfinite(norm)
         if not self.is_taken:
             return norm
         scale_gradients(self._flats, 1 / scale)
         return norm / scale
+
+    def judge(self) -> bool:
+        """Whether a step may be taken. The loss scale learns of it once, however often gradients were prepared."""
+        self.prepare()
+        scaler = self._scaler()
+        if scaler is not None and self.exist() and self._judged_at != self._moment():
+            self._judged_at = self._moment()
+            scaler.judge(0.0 if self.is_taken else math.inf)
+        return self.is_taken
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale to a global norm of at most `max_norm`; the norm before."""
@@ -208,17 +223,25 @@ class Gradients:
             flat.drop_gradients()
         self._zeroed_at = self._runner.num_backwards
         self._runner.forgive()
+        self._lost.clear()
         self._prepared_at, self._holds_more, self.is_taken = None, False, True
         self.epoch += 1
         self._forget_figures()
 
     def _zero_some(self, pieces: Sequence[Piece] | None, *, keep: bool) -> None:
+        places = self._places() if pieces is None else [(piece.flat, piece.index) for piece in pieces]
+        self._find_lost()
+        if self._lost:
+            self._lost -= {(flat.name, index) for flat, index in places}
+            if not self._lost:
+                self.zero()
+            return
         if not self.exist():
             self.zero()
             return
         self.prepare()
         self._holds_more = True
-        for flat, index in self._places() if pieces is None else [(piece.flat, piece.index) for piece in pieces]:
+        for flat, index in places:
             if flat.spec.trainable and flat.touched[index]:
                 self.piece(flat, index).zero_()
                 flat.touched[index] = keep
@@ -238,10 +261,18 @@ class Gradients:
         self._norms.clear()
         self._is_clipped_by_plan = False
 
-    def _require_none_lost(self) -> None:
+    def _find_lost(self) -> None:
+        """Learn of a backward that raised while gradients of others waited: those went with it."""
         self._runner.recover_if_cut_short()
-        lost = self._runner.cut_short_at - self._zeroed_at
-        if lost > 0 or (self._holds_more and self._runner.cut_short_at >= 0):
+        cut_at = self._runner.cut_short_at
+        has_lost = cut_at > self._zeroed_at or (self._holds_more and cut_at >= 0)
+        if has_lost and self._seen_lost_at != self._runner.num_cut_short:
+            self._seen_lost_at = self._runner.num_cut_short
+            self._lost = {(flat.name, index) for flat, index in self._places()}
+
+    def _require_none_lost(self) -> None:
+        self._find_lost()
+        if self._lost:
             raise StateError(
                 "A backward raised, and the gradients that waited beside it are incomplete now. Call zero_grad(), and "
                 "take the micro-batches of this step again."

@@ -197,7 +197,7 @@ class Works:
         self.world.journal.mark(hyper_digest(member))  # the next collective will compare
         self.progress.gradient_norm = self.gradients.norm_before_clipping()
         optimizer = self.require_optimizer()
-        if not self.gradients.is_taken:
+        if not self.gradients.judge():
             optimizer.offer_nothing(member)
             return  # without gradients an optimizer changes nothing
         self.runner.open_params()

@@ -180,3 +180,27 @@ def test_clipping_by_any_norm_is_torchs(preset: str, num_ranks: int, mesh: Any, 
     run = sharded_run(model, data, preset, num_ranks, mesh, step=step)
     for name, param in twin.named_parameters():
         assert torch.allclose(run.params[name], param, atol=1e-5), name
+
+
+def test_the_scale_learns_of_a_step_once_however_often_gradients_are_read() -> None:
+    def rank(world: sw.World) -> tuple[list[float], int]:
+        model = nn.Linear(4, 4)
+        for param in model.parameters():  # so small that no gradient overflows
+            nn.init.constant_(param, 0.01)
+        scales = []
+        plan = {"precision": "fp16", "loss_scale": {"initial": 4.0, "window": 2}}
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            assert engine.scaler is not None
+            for _ in range(4):
+                for _ in range(2):
+                    engine.backward(engine(torch.ones(2, 4)).sum())
+                    assert torch.allclose(model.weight.grad.norm(), engine.get("weight", "grad").norm())
+                engine.step()
+                scales.append(engine.scaler.scale)
+            for _ in range(2):  # the second is read after the first has overflowed
+                engine.backward(engine(torch.ones(2, 4)).sum() * math.inf)
+                assert not torch.isfinite(model.weight.grad.norm())
+            engine.step()
+            return scales, engine.scaler.num_skipped
+
+    assert run_ranks(2, rank) == [([4.0, 8.0, 8.0, 16.0], 1)] * 2

@@ -114,6 +114,50 @@ def test_no_sync(case: tuple[str, int, Any], model: Transformer, last_inside: bo
     assert set(sent) == {0}
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_gradients_that_went_with_a_backward_that_raised_are_asked_for(set_to_none: bool, num_optimizers: int) -> None:
+    """The step is refused until they are zeroed, in whichever way, by each of several optimizers."""
+    from shardwise.testing import run_ranks
+
+    torch.manual_seed(0)
+    start = Breaking(tied=True)
+    twin = copy.deepcopy(start)
+    x, y = batches(1)[0]
+
+    def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+        params = list(model.parameters())
+        parts = [params] if num_optimizers == 1 else [params[:9], params[9:]]
+        return [torch.optim.SGD(part, lr=0.1) for part in parts]
+
+    twin(x, y).backward()
+    for optimizer in optimizers_of(twin):
+        optimizer.step()
+    replicas = [copy.deepcopy(start) for _ in range(2)]
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        model = replicas[world.rank]
+        optimizers = optimizers_of(model)
+        engine = sw.shard(model, "zero3", optimizer=optimizers, world=world)
+        model(x, y).backward()
+        model.where = "backward"
+        with pytest.raises(Fragile):
+            model(x, y).backward()
+        model.where = ""
+        for optimizer in optimizers:
+            with pytest.raises(StateError, match="A backward raised, and the gradients that waited"):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        model(x, y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return engine.state_dict()
+
+    for state in run_ranks(2, rank):
+        for name, param in twin.named_parameters():
+            assert torch.allclose(state[name], param.detach(), atol=1e-6), name
+
+
 def test_engines_come_and_go_without_a_trace(model: Transformer) -> None:
     """Eight engines over one model: no hooks left, and no more tensors than before."""
     x, y = batches(1)[0]

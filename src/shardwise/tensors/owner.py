@@ -261,7 +261,7 @@ class GradSource:
 
     def norm(self, norm_type: float) -> float | None:
         self._require_there()
-        return self.owner.gradients.norms(self.flat, self.index, norm_type)
+        return self.owner.gradients.norms(self.flat, self.index, norm_type) if norm_type > 0 else None
 
     def refuse(self, what: str) -> NoReturn:
         raise StateError(f"{self.name} is sharded, and {what} cannot be had; .clone(), on all ranks, gives the values.")

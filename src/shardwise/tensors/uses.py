@@ -90,10 +90,3 @@ SCALINGS: frozenset[Function] = frozenset(
     }
 )
 """Elementwise changes that need no other elements, if what else they are given are numbers."""
-
-
-def name_of(func: Function) -> str:
-    """As its caller knows it: `mul_`, `grad`."""
-    name = getattr(func, "__name__", str(func))
-    owner = getattr(func, "__self__", None)
-    return getattr(owner, "__name__", name) if name in ("__get__", "__set__", "__delete__") else name
