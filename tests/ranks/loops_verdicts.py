@@ -63,7 +63,7 @@ OPEN: dict[str, str] = {
 """What does not yet keep the promise, and how. A test fails as soon as one of them does."""
 
 
-def sentence_of(name: str, preset: str, *, shares_memory: bool) -> str:
+def sentence_of(name: str, preset: str) -> str:
     """The words by which an action is refused there; empty where it is equal."""
     if name in REFUSED_WHERE_SHARDED and preset == "zero3":
         return REFUSED_WHERE_SHARDED[name]
