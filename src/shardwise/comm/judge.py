@@ -237,10 +237,10 @@ def _line(parting: _Parting | None) -> str:
 def _differences(there: dict[int, Entered]) -> dict[int, str]:
     """What each rank has entered; where that reads alike, what else tells them apart."""
     told = dict.fromkeys(there, "there")
-    if len({entered.marks for entered in there.values()}) > 1:
-        told = {rank: f"there, after {_first_odd(entered, there.values())}" for rank, entered in there.items()}
-    elif len({entered.text for entered in there.values()}) > 1:
+    if len({entered.text for entered in there.values()}) > 1:
         pass
+    elif len({entered.marks for entered in there.values()}) > 1:
+        told = {rank: f"there, after {_first_odd(entered, there.values())}" for rank, entered in there.items()}
     elif len({entered.numel for entered in there.values()}) > 1:
         told = {rank: f"there, of {entered.numel} elements" for rank, entered in there.items()}
     else:
