@@ -11,8 +11,8 @@ from rich.console import Console
 from shardwise.cli import checks
 from shardwise.cli.checks import Check
 from shardwise.cli.doctor import print_table
-from shardwise.cli.machine import Cgroups, Gpu, Memory, TorchFacts, host_memory, num_cores
 from shardwise.cli.meeting import Meeting
+from shardwise.machine import Cgroups, Gpu, Memory, TorchFacts, host_memory, num_cores
 
 GIB = 2**30
 GPU = Gpu("H100", 80 * GIB, 79 * GIB)

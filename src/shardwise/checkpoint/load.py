@@ -23,6 +23,7 @@ from shardwise.checkpoint.same import check_same_groups, check_same_model, check
 from shardwise.checkpoint.schema import read_index
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, CommError
+from shardwise.machine import spare_bytes
 from shardwise.optim import AdoptedOptimizer, Piece
 from shardwise.storage import agrees, copy_into, may_overlap
 
@@ -43,7 +44,16 @@ class Loaded:
     step: int
     state: dict[str, Any]
     num_bytes_read: int = 0
-    """By this rank: what it needs, and once more what filled memory that was in use."""
+    """By this rank: what it needs, and once more what replaced values for which there was no memory beside the old."""
+
+
+@dataclass
+class _Filling:
+    """A tensor that is there, where its elements lie in the checkpoint, and these if they have been read already."""
+
+    entry: Entry
+    reads: list[Read]
+    ready: torch.Tensor | None = None
 
 
 @dataclass
@@ -53,7 +63,7 @@ class _PieceStates:
     piece: Piece
     reads: dict[str, list[Read]] = field(default_factory=dict)
     wholes: dict[str, Read] = field(default_factory=dict)
-    fresh: dict[str, torch.Tensor] = field(default_factory=dict)
+    ready: dict[str, torch.Tensor] = field(default_factory=dict)
     """Those that are in memory already, checked, but not yet the optimizer's."""
 
 
@@ -61,7 +71,7 @@ class _PieceStates:
 class _Recipe:
     """All that will be read, worked out and checked before anything is changed."""
 
-    tensors: list[tuple[Entry, list[Read]]] = field(default_factory=list)
+    tensors: list[_Filling] = field(default_factory=list)
     states: list[_PieceStates] = field(default_factory=list)
     memories: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] | None = None
@@ -107,7 +117,7 @@ def load(
             check_same_groups(path, reader.index, content, optimizer)
             check_same_optimizer(path, reader, content, optimizer)
             _work_out(recipe, reader, content, optimizer)
-            _check_bytes(recipe, reader, optimizer, world)
+            _read_and_check(recipe, reader, optimizer, world)
             _recall(recipe, reader, world)
             before |= {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
             _give_back(path, objects, recipe.memories)
@@ -168,7 +178,7 @@ def _work_out(recipe: _Recipe, reader: Reader, content: Content, optimizer: Adop
         if entry.kind.startswith("state."):
             continue
         kind = _kind_there(reader, entry)
-        recipe.tensors.append((entry, reader.reads(kind, entry.name, entry.span)))
+        recipe.tensors.append(_Filling(entry, reader.reads(kind, entry.name, entry.span)))
     for piece in optimizer.pieces if optimizer is not None and reader.index.groups else ():
         states = _PieceStates(piece)
         recipe.states.append(states)
@@ -188,31 +198,53 @@ def _kind_there(reader: Reader, entry: Entry) -> str:
     return next((kind for kind in kinds if reader.first_chunk(kind, entry.name)), entry.kind)
 
 
-def _check_bytes(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None, world: World) -> None:
+def _read_and_check(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None, world: World) -> None:
     """Every byte that this rank needs, and of the other files, shared among ranks, that they are there.
 
-    States that the optimizer does not have yet are read here for good: an engine that has just been made has none, so
-    most of what it resumes from is read once, and takes no memory that it would not take anyway.
+    What is read is kept beside the values that it will replace, as far as the host has memory to spare; beyond that it
+    is only checked, and read again when all ranks have agreed. States that the optimizer does not have yet take no
+    memory that they would not take anyway.
     """
     for number, file in enumerate(reader.index.files):
         if number % world.size == world.rank:
             reader.check_file(file)
-    for entry, reads in recipe.tensors:
+    spare = _Spare(spare_bytes(world.local_size or world.size))
+    for filling in recipe.tensors:
+        entry, reads = filling.entry, filling.reads
         if may_overlap(entry.tensor):
             _check_overlap(reader, entry, reads)
+        if spare.takes(entry.span.numel * entry.tensor.dtype.itemsize):
+            filling.ready = torch.empty(entry.span.numel, dtype=entry.tensor.dtype)
         for read in reads:
-            reader.check(read)
+            reader.check(read) if filling.ready is None else reader.fill(read, filling.ready)
     for states in recipe.states:
         assert optimizer is not None
+        tensor = states.piece.tensor.detach()
         has_some = not optimizer.takes_states_as_they_are or bool(optimizer.state_of(states.piece))
         for key, reads in states.reads.items():
-            if has_some:
+            dtype = _state_dtype(reader, optimizer, states.piece, key)
+            if not has_some:
+                states.ready[key] = _read_state(reader, torch.empty_like(tensor, dtype=dtype), reads)
+            elif spare.takes(tensor.numel() * dtype.itemsize):
+                states.ready[key] = _read_state(reader, torch.empty_like(tensor, dtype=dtype, device="cpu"), reads)
+            else:
                 for read in reads:
                     reader.check(read)
-            else:
-                states.fresh[key] = _read_state(reader, optimizer, states.piece, key, reads)
         for key, read in states.wholes.items():
-            states.fresh[key] = reader.tensor(read)
+            states.ready[key] = reader.tensor(read)
+
+
+@dataclass
+class _Spare:
+    """Memory of the host that may be taken until the values are where they belong."""
+
+    num_bytes: int
+
+    def takes(self, num_bytes: int) -> bool:
+        if num_bytes > self.num_bytes:
+            return False
+        self.num_bytes -= num_bytes
+        return True
 
 
 def _check_overlap(reader: Reader, entry: Entry, reads: list[Read]) -> None:
@@ -256,47 +288,59 @@ def _give_back(path: Path, objects: Mapping[str, Stateful], memories: Mapping[st
 
 
 def _fill(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> None:
-    for entry, reads in recipe.tensors:
-        out = entry.tensor.detach()
-        flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-        for read in reads:
-            reader.fill(read, flat)
-        if not out.is_contiguous():
-            copy_into(out, flat)
+    for filling in recipe.tensors:
+        _fill_tensor(filling, reader)
     if optimizer is not None and reader.index.groups:
         _fill_states(recipe, reader, optimizer)
         _fill_groups(reader.index, optimizer)
 
 
+def _fill_tensor(filling: _Filling, reader: Reader) -> None:
+    out, values = filling.entry.tensor.detach(), filling.ready
+    filling.ready = None
+    if values is None:
+        values = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+        for read in filling.reads:
+            reader.fill(read, values)
+        if out.is_contiguous():
+            return
+    copy_into(out, values)
+
+
 def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -> None:
-    """Each piece's states, in the memory they have already where it fits."""
+    """Each piece's states: those that were read before as they are, the others in the memory they have if it fits."""
     groups = {param: group for group in optimizer.groups for param in group["params"]}
     for states in recipe.states:
         piece, group = states.piece, groups[states.piece.tensor]
+        device = piece.tensor.device
         given: dict[str, Any] = {}
         had = optimizer.state_of(piece) if optimizer.takes_states_as_they_are else {}
         for key, reads in states.reads.items():
-            ready = states.fresh.pop(key, None)
-            given[key] = _read_state(reader, optimizer, piece, key, reads, had.get(key)) if ready is None else ready
+            dtype, ready = _state_dtype(reader, optimizer, piece, key), states.ready.pop(key, None)
+            if ready is None:
+                given[key] = _read_state(reader, _memory_for(piece, dtype, had.get(key)), reads)
+            elif ready.device == device:
+                given[key] = ready
+            else:
+                given[key] = _memory_for(piece, dtype, had.get(key)).copy_(ready)
         for key in states.wholes:
             on_host = key == "step" and not group.get("capturable") and not group.get("fused")  # where torch wants it
-            given[key] = states.fresh.pop(key).to("cpu" if on_host else piece.tensor.device)
+            given[key] = states.ready.pop(key).to("cpu" if on_host else device)
         numbers = reader.index.numbers.get(piece.name, {}) if piece.span.numel else {}
         given |= {key: decode(value) for key, value in numbers.items()}
         optimizer.put_state(piece, given)
 
 
-def _read_state(
-    reader: Reader, optimizer: AdoptedOptimizer, piece: Piece, key: str, reads: list[Read], had: object = None
-) -> torch.Tensor:
-    """A state of the piece's shape, in the memory of the one it `had` if that fits."""
-    dtype = _state_dtype(reader, optimizer, piece, key)
+def _memory_for(piece: Piece, dtype: torch.dtype, had: object) -> torch.Tensor:
+    """The memory of the state that the piece `had` if that fits, else new memory."""
     if isinstance(had, torch.Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype):
-        out = had
-    else:
-        out = torch.empty_like(piece.tensor.detach(), dtype=dtype)
+        return had.detach()
+    return torch.empty_like(piece.tensor.detach(), dtype=dtype)
+
+
+def _read_state(reader: Reader, out: torch.Tensor, reads: list[Read]) -> torch.Tensor:
     for read in reads:
-        reader.fill(read, out.detach())
+        reader.fill(read, out)
     return out
 
 

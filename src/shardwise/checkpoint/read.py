@@ -1,10 +1,9 @@
 """Reading elements of a checkpoint: only the bytes that are needed, each checked against its sum.
 
-Memory that nobody has used yet is filled as it is checked. What is there already is gone over twice: first all of it
-is checked, then, when every rank is content, it is filled. So a damaged checkpoint changes nothing, and no second copy
-of a shard is ever held. The second time the bytes come from the page cache if the machine has room for them; they are
-checked again, because a file may have changed. Where dtype and device are the file's own, bytes go to where they
-belong at once, and are checked there.
+A damaged checkpoint changes nothing: all that will be replaced is checked before anything is. What is checked is kept
+in memory of its own until every rank is content, as far as the host has memory to spare; the rest is read a second time
+to fill what is there, from the page cache if the machine has room for it, and checked again, because a file may have
+changed. Where dtype and device are the file's own, bytes go to where they belong at once, and are checked there.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.cli.machine import Memory, TorchFacts
 from shardwise.cli.meeting import Meeting
+from shardwise.machine import Memory, TorchFacts
 from shardwise.units import format_bytes, format_seconds
 
 GIB = 2**30

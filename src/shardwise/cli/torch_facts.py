@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.cli.machine import Gpu, TorchFacts
+from shardwise.machine import Gpu, TorchFacts
 
 
 def torch_facts() -> TorchFacts:
