@@ -17,7 +17,7 @@ from torch import nn
 from shardwise.errors import ModelError, StateError, nearest
 from shardwise.optim import AdoptedOptimizer
 from shardwise.placement import Span
-from shardwise.runtime import Mover, Runner
+from shardwise.runtime import Agreement, Runner
 from shardwise.storage import Flat, torch_dtype
 
 Tensor = torch.Tensor
@@ -28,13 +28,18 @@ class Access:
     """Reads and writes whole parameters, gradients and optimizer states by name."""
 
     def __init__(
-        self, model: nn.Module, runner: Runner, movers: Mapping[str, Mover], optimizer: AdoptedOptimizer | None
+        self,
+        model: nn.Module,
+        runner: Runner,
+        flats: Sequence[Flat],
+        agreement: Agreement,
+        optimizer: AdoptedOptimizer | None,
     ) -> None:
         self._model = model
         self._runner = runner
-        self._movers = movers
+        self._flats = flats
+        self._agreement = agreement
         self._optimizer = optimizer
-        flats = [mover.flat for mover in movers.values()]
         self._homes = {slot.name: (flat, index) for flat in flats for index, slot in enumerate(flat.slots)}
 
     def read(self, name: str, what: str = PARAM) -> Tensor | None:
@@ -92,8 +97,7 @@ class Access:
 
     def kept_params(self) -> dict[str, torch.dtype]:
         """The sharded parameters in the order of `whole_params`, and the dtypes in which they are kept."""
-        flats = [mover.flat for mover in self._movers.values()]
-        return {slot.name: self._dtype(flat, PARAM) for flat in flats for slot in flat.slots}
+        return {slot.name: self._dtype(flat, PARAM) for flat in self._flats for slot in flat.slots}
 
     def whole_params(self) -> Iterator[tuple[str, Tensor]]:
         """Each sharded parameter by its name, whole, in the precision in which the optimizer keeps it.
@@ -101,8 +105,7 @@ class Access:
         Ranks meet once for each unit, so all of them have to go through all of it. A tensor is good until the
         next one of another unit.
         """
-        for mover in self._movers.values():
-            flat = mover.flat
+        for flat in self._flats:
             every = range(len(flat.slots))
             pieces = {index: piece for index in every if (piece := self._piece(flat, index, PARAM)) is not None}
             whole = self._whole(flat, pieces, self._dtype(flat, PARAM))
@@ -149,9 +152,9 @@ class Access:
         if optimizer is None:
             raise StateError("This engine has no optimizer; give one to shard(model, plan, optimizer=...).")
         states: dict[tuple[str, int], dict[str, Any]] = {}
-        for mover in self._movers.values():
-            if mover.flat.spec.trainable:
-                states |= self._whole_states(mover, optimizer, on_rank=on_rank)
+        for flat in self._flats:
+            if flat.spec.trainable:
+                states |= self._whole_states(flat, optimizer, on_rank=on_rank)
         if not on_rank:
             return {}
         found = {number: states.get((piece.flat.name, piece.index)) for number, piece in optimizer.numbered(member)}
@@ -161,10 +164,9 @@ class Access:
         }
 
     def _whole_states(
-        self, mover: Mover, optimizer: AdoptedOptimizer, *, on_rank: bool
+        self, flat: Flat, optimizer: AdoptedOptimizer, *, on_rank: bool
     ) -> dict[tuple[str, int], dict[str, Any]]:
         """The states of one flat buffer's parameters, one state of all of them at a time."""
-        flat = mover.flat
         pieces = {piece.index: piece for piece in optimizer.pieces if piece.flat is flat}
         local = {index: optimizer.state_of(piece) for index, piece in pieces.items()}
         mine = {
@@ -174,7 +176,7 @@ class Access:
         }
         states: dict[tuple[str, int], dict[str, Any]] = {}
         wholes: dict[str, Tensor] = {}
-        for name, fact in mover.merged(mine).items():
+        for name, fact in self._agreement.merged(flat, mine).items():
             index, key = int(name.split(" ", 1)[0]), name.split(" ", 1)[1]
             if fact["is_piece"] and key not in wholes:
                 held = {at: state[key] for at, state in local.items() if isinstance(state.get(key), Tensor)}
@@ -192,23 +194,22 @@ class Access:
 
         On leaving, rank 0's edits are taken over by all. What was not edited keeps its full precision.
         """
-        wanted = {self._home(name)[0].name for name in names} if names else set(self._movers)
-        chosen = [self._movers[name] for name in self._movers if name in wanted]
-        self._runner.make_whole([mover.flat for mover in chosen])
+        wanted = {self._home(name)[0].name for name in names}
+        chosen = [flat for flat in self._flats if not names or flat.name in wanted]
+        self._runner.make_whole(chosen)
         try:
             yield
             if write:
                 self._runner.open_params()
-                for mover in chosen:
-                    self._take_over(mover)
+                for flat in chosen:
+                    self._take_over(flat)
         finally:
             self._runner.free_all()
         if write:
             self._runner.restore_params()
 
-    def _take_over(self, mover: Mover) -> None:
-        flat = mover.flat
-        mover.broadcast(flat.full)
+    def _take_over(self, flat: Flat) -> None:
+        self._agreement.broadcast(flat, flat.full)
         if flat.master is None:
             flat.param.copy_(_cut(flat.full, flat.param_span))
             return
@@ -235,7 +236,7 @@ class Access:
 
     def _exists_anywhere(self, flat: Flat, index: int, what: str) -> bool:
         piece = self._piece(flat, index, what)
-        return self._movers[flat.name].any_rank(piece is not None and piece.numel() > 0)
+        return self._agreement.any_rank(flat, piece is not None and piece.numel() > 0)
 
     def _dtype(self, flat: Flat, what: str) -> torch.dtype:
         table = flat.spec.table
@@ -249,7 +250,7 @@ class Access:
             start = flat.slots[index].start + _span(flat, index).start
             whole[start : start + piece.numel()].copy_(piece)
         place = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
-        self._movers[flat.name].gather_whole(whole, place.shard)
+        self._agreement.gather(flat, whole, place.shard)
         return whole
 
 

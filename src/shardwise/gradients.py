@@ -10,14 +10,14 @@ who asks prepare again. As in plain PyTorch an `optimizer.step()` leaves gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shardwise.errors import StateError
 from shardwise.optim import Piece
 from shardwise.precision import LossScaler, Verdict, clip, norm_of, norms_of, scale_gradients
-from shardwise.runtime import Mover, Runner
+from shardwise.runtime import Agreement, Runner
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
@@ -32,14 +32,14 @@ class Gradients:
     def __init__(
         self,
         flats: Sequence[Flat],
-        movers: Mapping[str, Mover],
+        agreement: Agreement,
         runner: Runner,
         verdict: Verdict,
         exchange: Callable[[bytes], list[bytes]],
         scaler: Callable[[], LossScaler | None],
     ) -> None:
         self._flats = [flat for flat in flats if flat.spec.trainable]
-        self._movers = movers
+        self._agreement = agreement
         self._runner = runner
         self._verdict = verdict
         self._exchange = exchange
@@ -206,7 +206,7 @@ class Gradients:
             piece.zero_()
         else:
             span = flat.slots[index].span.overlap(flat.optim_span).within(flat.slots[index].span)
-            mean = self._movers[flat.name].mean_over_ranks(value.detach().reshape(-1).to(piece.dtype))
+            mean = self._agreement.mean(flat, value.detach().reshape(-1).to(piece.dtype))
             piece.copy_(mean[span.start : span.stop])
             self._holds_more = True
         flat.touched[index] = value is not None

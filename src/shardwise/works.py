@@ -86,6 +86,7 @@ class Works:
         executor.provide("verdict", lambda action: self._verdict.sum_over(action.over))
         executor.provide("buffers", lambda _: self._buffers.share())
         executor.provide("norms", company.add_norms)
+        executor.provide("matrix", company.hand_over)
         executor.provide("update", company.hand_over)
         self.optimizer = self._adopt(optimizers, company) if optimizers else None
         self.runner = Runner(
@@ -97,13 +98,17 @@ class Works:
             prefetch_bytes=None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes,
             compile_backend=self.plan.compile,
         )
+        agreement = executor.agreement
         self.gradients = Gradients(
-            self.flats, executor.movers, self.runner, self._verdict, self.world.exchange, lambda: self.progress.scaler
+            self.flats,
+            agreement,
+            self.runner,
+            self._verdict,
+            self.world.exchange,
+            lambda: self.progress.scaler,
         )
-        self.access = Access(self.model, self.runner, executor.movers, self.optimizer)
-        self.owner = Owner(
-            self.sharding.units, self.runner, executor.movers, self.access, self.gradients, self.before_change
-        )
+        self.access = Access(self.model, self.runner, self.flats, agreement, self.optimizer)
+        self.owner = Owner(self.sharding.units, self.runner, agreement, self.access, self.gradients, self.before_change)
         self._hooks.callback(self.owner.close)
         self._hooks.callback(Structure(self.model).release)
         self.ledger = collectives.ledger

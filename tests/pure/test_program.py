@@ -19,6 +19,7 @@ from shardwise.placement import PRESETS, WIDTH
 from shardwise.program import (
     AFTER_STEP,
     BEFORE_STEP,
+    EFFECTS,
     END_OF_BACKWARD,
     NUM_KEPT_BLOCKS,
     Action,
@@ -40,23 +41,23 @@ from shardwise.program import (
     render,
     straight_trace,
 )
-from shardwise.program.action import SUBJECTS, VERBS, Edge, Phase, Stream
+from shardwise.program.action import Edge, Phase, Stream
 
 # --- text --------------------------------------------------------------------------------------------
 
 NAMES = st.text(min_size=1, max_size=8)  # a module may have any name without a dot
 UNITS = st.just("") | NAMES
 MOMENTS = st.builds(Moment, st.sampled_from(get_args(Edge)), st.sampled_from(get_args(Phase)), UNITS)
-COMMUNICATING = ("gather", "reduce_scatter", "all_reduce", "agree", "broadcast")
 
 
 @st.composite
 def actions(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Action:
     """Any action that the library can make: those without an axis have no dtype, bytes or stream either."""
-    verb, name, subject = draw(st.sampled_from(sorted(VERBS))), draw(NAMES), draw(st.sampled_from(sorted(SUBJECTS)))
-    if verb not in COMMUNICATING and draw(st.booleans()):
+    (verb, subject), name = draw(st.sampled_from(sorted(EFFECTS))), draw(NAMES)
+    sends = EFFECTS[verb, subject].sends
+    if not sends and draw(st.booleans()):
         return Action(verb, name, subject)
-    sent = draw(st.integers(0, 2**50)) if verb in COMMUNICATING else 0
+    sent = draw(st.integers(0, 2**50)) if sends else 0
     dtype = draw(st.sampled_from([*WIDTH, "-"]))
     return Action(verb, name, subject, draw(NAMES), dtype, sent, draw(st.sampled_from(get_args(Stream))))
 
@@ -152,16 +153,28 @@ def with_last(text: str) -> Callable[[list[Action]], list[Action]]:
 @pytest.mark.parametrize(
     ("moment", "edit", "letter"),
     [
-        ("before forward h.1", without("wait h.1 full"), "before forward h.1: h.1 computes, but is flying."),
-        ("before forward h.0", without("gather h.1"), "'wait h.1 full', but it is absent, not on its way."),
-        ("before forward h.0", with_last("gather h.0 param dp bf16 0 B"), "but it is whole already."),
-        ("before forward h.0", with_last("gather h.2 param pd bf16 0 B"), "but it is not sharded over pd."),
+        (
+            "before forward h.1",
+            without("wait h.1 full"),
+            "before forward h.1: h.1 computes, but its whole buffer is still on its way.",
+        ),
+        ("before forward h.0", without("gather h.1"), "'wait h.1 full', but nothing of it is on its way (not there)."),
+        ("before forward h.0", with_last("gather h.0 param dp bf16 0 B"), "but its whole buffer is there already."),
+        (
+            "before forward h.0",
+            with_last("gather h.2 param pd bf16 0 B"),
+            "but its next step is 'gather h.2 param dp bf16",
+        ),
         ("before forward h.0", with_first("gather x param dp bf16 0 B"), "but there is no flat buffer 'x'."),
-        ("after forward h.0", with_last("free h.0 full"), "after forward h.0: 'free h.0 full', but it is absent."),
-        ("after forward h.0", with_last("wait h.2 grad"), "but no reduction of it is on its way."),
+        (
+            "after forward h.0",
+            with_last("free h.0 full"),
+            "after forward h.0: 'free h.0 full', but its whole buffer is not there.",
+        ),
+        ("after forward h.0", with_last("wait h.2 grad"), "but nothing of it is on its way (not there)."),
         ("after backward h.1", without("free h.1 full"), "After the backward h.1 are not back at rest."),
         ("after backward h.1", without("wait h.2 grad"), "the gradients of h.2 are still on their way."),
-        ("after backward h.1", without("reduce_scatter h.1"), "but no reduction of it is on its way."),
+        ("after backward h.1", without("reduce_scatter h.1"), "but nothing of it is on its way (not there)."),
         ("after backward", with_last("reduce_scatter h.1 grad dp fp32 0 B"), "but nothing of it is left to reduce."),
     ],
 )
@@ -187,7 +200,9 @@ def test_a_gather_over_two_axes_needs_both() -> None:
     units = units_of("hpz")
     program = planned(units, prefetch_bytes=0).micro_batch
     broken = edited(program, "before forward h.1", lambda actions: actions[:2])
-    with pytest.raises(ProgramError, match=r"h\.1 computes, but is partly whole\."):
+    with pytest.raises(
+        ProgramError, match=r"h\.1 computes, but its whole buffer is there in part: 'gather h\.1 param local"
+    ):
         check(broken, units)
 
 
@@ -201,8 +216,8 @@ def test_what_rests_whole_is_never_freed() -> None:
 def test_two_steps_of_a_reduction_need_a_wait_between() -> None:
     units = units_of("hsdp")
     program = planned(units).micro_batch
-    with pytest.raises(ProgramError, match="its last reduction is still on its way"):
-        check(edited(program, "after backward h.1", without("wait h.2 grad")), units)
+    with pytest.raises(ProgramError, match=r"its sum is still on its way by 'reduce_scatter h\.2 grad local"):
+        check(edited(program, "after backward h.1", without("wait h.2 sum")), units)
 
 
 # --- every table, every trace ------------------------------------------------------------------------

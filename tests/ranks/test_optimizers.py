@@ -91,10 +91,10 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     assert sent == promised <= planned.sent_bytes()
     actions = [action for block in (*planned.micro_batch, *planned.step) for action in block.actions]
     assert sum(ledger.calls.values()) == sum(action.communicates for action in actions)
-    clock = _Walk({flat.name: flat.spec for flat in engine._works.flats}, coordinate)
+    clock = _Walk(engine._works.runner.specs, coordinate)
     for block in planned.step:
         if block.moment == DURING_STEP:
-            clock.walk(block, engine._works.runner.specs)
+            clock.walk(block)
     assert sum(held) == clock.peak
     return {"program": engine.program()}
 

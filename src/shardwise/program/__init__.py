@@ -14,6 +14,7 @@ from shardwise.program.action import (
 )
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import (
+    backward_makes,
     build_pass,
     build_step,
     drop_due,
@@ -26,7 +27,8 @@ from shardwise.program.build import (
     verdict_dtype,
     verdict_numel,
 )
-from shardwise.program.check import check
+from shardwise.program.check import check, check_step
+from shardwise.program.effects import COMPUTES, EFFECTS, Buffer, Effect, Subject, Verb, adds_in_place
 from shardwise.program.footprint import NUM_KEPT_BLOCKS, Footprint, footprint
 from shardwise.program.handover import Handover, Matrix, handovers
 from shardwise.program.plan import StepProgram, plan_step
@@ -41,7 +43,9 @@ __all__ = [
     "ALL_FLATS",
     "BEFORE_STEP",
     "BLOCK",
+    "COMPUTES",
     "DURING_STEP",
+    "EFFECTS",
     "END_OF_BACKWARD",
     "NUM_KEPT_BLOCKS",
     "OPTIMIZERS",
@@ -49,6 +53,8 @@ __all__ = [
     "Action",
     "Activations",
     "Block",
+    "Buffer",
+    "Effect",
     "FlatSpec",
     "Footprint",
     "Handover",
@@ -59,13 +65,18 @@ __all__ = [
     "Program",
     "States",
     "StepProgram",
+    "Subject",
     "Trace",
     "UnitMoments",
     "UnitSpec",
     "Update",
+    "Verb",
+    "adds_in_place",
+    "backward_makes",
     "build_pass",
     "build_step",
     "check",
+    "check_step",
     "drop_due",
     "fills_grad",
     "footprint",

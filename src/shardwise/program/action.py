@@ -8,20 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from shardwise.errors import ProgramError
-from shardwise.placement import WIDTH, Dtype, MoveVerb
+from shardwise.placement import WIDTH, Dtype
+from shardwise.program.effects import EFFECTS, SENDING, Effect, Phase, Stream, Subject, Verb
 
-OwnVerb = Literal["free", "wait", "agree", "broadcast", "collect", "orthogonalize", "hand_back"]
-Verb = MoveVerb | OwnVerb
-Stream = Literal["compute", "gather", "reduce"]
 Edge = Literal["before", "during", "after"]
-Phase = Literal["forward", "backward", "step"]
-Subject = Literal["full", "param", "held", "grad", "optim", "verdict", "buffers", "norms", "update"]
 
-VERBS: frozenset[str] = frozenset((*get_args(MoveVerb), *get_args(OwnVerb)))
 EDGES: frozenset[str] = frozenset(get_args(Edge))
-SUBJECTS: frozenset[str] = frozenset(get_args(Subject))
 STREAMS: frozenset[str] = frozenset(get_args(Stream))
-COMMUNICATING = frozenset(("gather", "reduce_scatter", "all_reduce", "agree", "broadcast", "collect", "hand_back"))
 ALL_FLATS = "*"
 
 
@@ -72,7 +65,7 @@ AFTER_STEP = Moment("after", "step")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that one rank does to one flat buffer.
+    """One thing that one rank does to one flat buffer. Verb and subject say which, wherever it stands.
 
     `subject` is what it acts on, `over` the mesh axis, `dtype` what the bytes are afterwards, and
     `sent_bytes` what this rank puts on the wire; of a `collect` or `hand_back`, in which ranks send
@@ -88,8 +81,13 @@ class Action:
     stream: Stream = "compute"
 
     @property
+    def effect(self) -> Effect:
+        """What it does to memory."""
+        return EFFECTS[self.verb, self.subject]
+
+    @property
     def communicates(self) -> bool:
-        return self.verb in COMMUNICATING
+        return self.verb in SENDING
 
     def on(self, stream: Stream) -> Action:
         return replace(self, stream=stream)
@@ -114,15 +112,15 @@ class Action:
             words = words[:-2]
         if not _is_action(words) or stream not in STREAMS:
             raise ProgramError(
-                f"{text.strip()!r} is not an action; one reads like 'gather h.0 full dp bf16 512 B @gather'."
+                f"{text.strip()!r} is not an action; one reads like 'gather h.0 param dp bf16 512 B @gather'."
             )
         over, dtype = words[3:] or ("-", "-")
         return cls(words[0], words[1], words[2], over, dtype, sent, stream)  # type: ignore[arg-type]  # checked above
 
 
 def _is_action(words: list[str]) -> bool:
-    """`verb flat subject`, with or without `over dtype`, each a word that there is."""
-    if len(words) not in (3, 5) or words[0] not in VERBS or words[2] not in SUBJECTS:
+    """`verb flat subject`, with or without `over dtype`: a thing that can be done, over words that there are."""
+    if len(words) not in (3, 5) or (words[0], words[2]) not in EFFECTS:
         return False
     return len(words) == 3 or words[4] == "-" or words[4] in WIDTH
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 
 from shardwise.mesh import Mesh
 from shardwise.placement import WIDTH, Axes, Dtype, Move, Place, moves
@@ -18,10 +19,8 @@ from shardwise.program.action import (
     Block,
     Moment,
     Program,
-    Stream,
-    Subject,
-    Verb,
 )
+from shardwise.program.effects import EFFECTS, Buffer, Subject, Verb
 from shardwise.program.handover import Handover, at, handovers
 from shardwise.program.spec import FlatSpec, Trace, UnitSpec
 
@@ -39,6 +38,7 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
     by_name = {unit.name: unit for unit in units}
     whole = {flat.name for unit in units for flat in unit.flats if flat.resident}
     held: set[str] = set()
+    needs = _Needs(trace, (unit.name for unit in units if not _are_in(whole, unit)))
     blocks = []
     for index, moment in enumerate(trace):
         unit = by_name[moment.unit]
@@ -46,14 +46,18 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
         due: Actions = ()
         if moment.edge == "before":
             missing = [flat for flat in unit.flats if flat.name not in whole]
-            due = tuple(action for flat in missing for action in _gather(flat, from_held=flat.name in held))
+            due = tuple(action for flat in missing for action in gathers(flat, from_held=flat.name in held))
             whole |= names
             held -= names
-        elif moment.phase == "backward" or not _is_next(by_name, trace, index, whole):
+        else:
             drops = drop_due(unit, moment, training=training, reduces=reduces)
             due = tuple(action for action in drops if action.flat in whole or action.subject == "grad")
+            if due and moment.phase == "forward" and needs.is_next(index):
+                due = ()
         whole -= {action.flat for action in due if action.verb == "free"}
         held |= {action.flat for action in due if action.verb == "slice"}
+        if not _are_in(whole, unit):
+            needs.note_absent(index)
         blocks.append(Block(moment, due))
     if training:
         left = [flat.name for unit in units for flat in unit.flats if flat.name in whole and not flat.resident]
@@ -84,14 +88,20 @@ def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Acti
     """What makes `unit` whole before it computes."""
     in_backward = training and moment.phase == "backward"
     return tuple(
-        action for flat in unit.flats for action in _gather(flat, from_held=in_backward and _has_held_buffer(flat))
+        action for flat in unit.flats for action in gathers(flat, from_held=in_backward and _has_held_buffer(flat))
     )
 
 
-def _gather(flat: FlatSpec, *, from_held: bool) -> Actions:
+def gathers(flat: FlatSpec, *, from_held: bool) -> Actions:
+    """What makes a flat buffer whole from where it rests, or from what is held of it."""
     if from_held:
         return _acted(flat, "held", flat.table.held, flat.table.full)
     return _acted(flat, "param", flat.table.param, flat.table.full)
+
+
+def slices_to_hold(flat: FlatSpec) -> Actions:
+    """What keeps of a whole flat buffer what is held until its backward."""
+    return _acted(flat, "held", flat.table.full, flat.table.held)
 
 
 def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: bool = True) -> Actions:
@@ -106,7 +116,7 @@ def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: 
         if flat.resident or flat.table.held == flat.table.full:
             continue
         if _has_held_buffer(flat):
-            due += _acted(flat, "held", flat.table.full, flat.table.held)
+            due += slices_to_hold(flat)
         due.append(Action("free", flat.name, "full"))
     return tuple(due)
 
@@ -124,11 +134,19 @@ def fills_grad(flat: FlatSpec) -> bool:
 
 
 def step_gradients(flat: FlatSpec) -> Actions:
-    return _acted(flat, "grad", flat.table.grad, flat.table.due)
+    """From where gradients wait to what the update reads. Nothing, if that is the same."""
+    return _acted(flat, "due", flat.table.grad, flat.table.due)
 
 
 def step_parameters(flat: FlatSpec) -> Actions:
-    return _acted(flat, "param", flat.table.due, flat.table.param)
+    """From what has been updated to where parameters rest."""
+    acted = _acted(flat, "param", flat.table.due, flat.table.param)
+    return tuple(replace(action, subject="updated") if action.verb == "gather" else action for action in acted)
+
+
+def backward_makes(flat: FlatSpec) -> Buffer:
+    """What a backward leaves of a flat buffer that is trained: what is to be reduced, or what waits already."""
+    return "fresh" if reduce_due(flat) else "grad"
 
 
 def _has_held_buffer(flat: FlatSpec) -> bool:
@@ -140,15 +158,41 @@ def _free(unit: UnitSpec) -> Actions:
     return tuple(Action("free", flat.name, "full") for flat in unit.flats if not flat.resident)
 
 
-def _is_next(by_name: Mapping[str, UnitSpec], trace: Trace, index: int, whole: set[str]) -> bool:
-    """Whether the unit of `trace[index]` is the next that has to be made whole; those that are do not count."""
-    here = trace[index].unit
-    for moment in trace[index + 1 :]:
-        if moment.edge == "before" and moment.unit == here:
-            return True
-        if moment.edge == "before" and any(flat.name not in whole for flat in by_name[moment.unit].flats):
-            return False
-    return False
+class _Needs:
+    """When units are needed next, and which of those that are not whole is needed first.
+
+    A unit becomes whole at its own moment alone, so what was noted of an absent one holds until that.
+    """
+
+    def __init__(self, trace: Trace, absent: Iterable[str]) -> None:
+        self._next: list[int | None] = [None] * len(trace)
+        """For each moment: at which later one its unit is needed next."""
+        needed: dict[str, int] = {}
+        for index in range(len(trace) - 1, -1, -1):
+            moment = trace[index]
+            self._next[index] = needed.get(moment.unit)
+            if moment.edge == "before":
+                needed[moment.unit] = index
+        self._absent = [needed[name] for name in absent if name in needed]
+        """When those that are not whole are needed, those behind us included."""
+        heapify(self._absent)
+
+    def note_absent(self, index: int) -> None:
+        """The unit of this moment is not whole any more."""
+        needed = self._next[index]
+        if needed is not None:
+            heappush(self._absent, needed)
+
+    def is_next(self, index: int) -> bool:
+        """Whether the unit of the moment at `index` is the next that has to be whole; those that are do not count."""
+        needed = self._next[index]
+        while self._absent and self._absent[0] <= index:
+            heappop(self._absent)
+        return needed is not None and (not self._absent or needed <= self._absent[0])
+
+
+def _are_in(whole: Container[str], unit: UnitSpec) -> bool:
+    return all(flat.name in whole for flat in unit.flats)
 
 
 def _acted(flat: FlatSpec, subject: Subject, source: Place, target: Place) -> Actions:
@@ -215,12 +259,12 @@ def _matrices(over: Sequence[Handover]) -> list[Action]:
             due += _collect(one)
         if index + 1 < len(over):
             due += _collect(over[index + 1])
-        wait = Action("wait", one.flat.name, "update")
-        due += [wait] if one.moves else []
-        due.append(Action("orthogonalize", one.flat.name, "update"))
+        name = one.flat.name
+        due += [Action("wait", name, "matrix")] if one.moves else []
+        due.append(Action("orthogonalize", name, "update"))
         due += [_handed("hand_back", one, at(one.taken_bytes, None))] if one.moves else []
         due += [returning] if returning else []
-        returning = wait if one.moves else None
+        returning = Action("wait", name, "update") if one.moves else None
     return due + ([returning] if returning else [])
 
 
@@ -230,8 +274,7 @@ def _collect(one: Handover) -> list[Action]:
 
 def _handed(verb: Verb, one: Handover, sent_bytes: int) -> Action:
     axes = "+".join(one.flat.table.optim.shard)
-    stream: Stream = "gather" if verb == "collect" else "reduce"
-    return Action(verb, one.flat.name, "update", axes, one.dtype, sent_bytes, stream)
+    return Action(verb, one.flat.name, "update", axes, one.dtype, sent_bytes, EFFECTS[verb, "update"].stream)
 
 
 def _agree(mesh: Mesh, axes: Sequence[str], subject: Subject, numel: int, dtype: Dtype = "fp32") -> list[Action]:

@@ -1,120 +1,334 @@
-"""A program is walked through before it is run: nothing is read that is not there, nothing is left behind."""
+"""A program is walked through before it is run: nothing is read that is not there, nothing is left behind, and what
+runs beside the computation is waited for before anybody depends on it.
+
+What an action reads, makes and frees is said in `effects.py`, and what orders what in [Note: what orders what] there.
+Besides, a program has to do all that the table demands, in its order: that is asked of `build.py`.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from shardwise.errors import ProgramError
-from shardwise.program.action import ALL_FLATS, END_OF_BACKWARD, Action, Program
-from shardwise.program.build import reduce_due
+from shardwise.program.action import ALL_FLATS, END_OF_BACKWARD, Action, Block, Moment, Program
+from shardwise.program.build import (
+    backward_makes,
+    build_step,
+    gathers,
+    reduce_due,
+    slices_to_hold,
+    step_gradients,
+    step_parameters,
+)
+from shardwise.program.effects import COMPUTES, Buffer, Effect
 from shardwise.program.spec import FlatSpec, UnitSpec
 
-State = Literal["absent", "flying", "partly whole", "whole"]
+_SAID: dict[Buffer, str] = {
+    "param": "resting range",
+    "full": "whole buffer",
+    "held": "held range",
+    "master": "master weights",
+    "fresh": "fresh gradient",
+    "sum": "sum",
+    "grad": "gradient",
+    "due": "gradient for the update",
+    "given": "update",
+}
+
+
+def _said(buffer: Buffer) -> str:
+    return _SAID.get(buffer, buffer)
 
 
 def check(program: Program, units: Sequence[UnitSpec], *, reduces: bool = True) -> None:
-    """Raise `ProgramError`, naming block and action, if `program` could not run on `units`.
+    """Raise `ProgramError`, naming block and action, if `program`, a pass, could not run on `units`, or if it could
+    compute something else when what runs beside the computation comes early or late.
 
     With `reduces` every gradient that a backward leaves must be reduced.
     """
     states = {flat.name: _FlatState(flat) for unit in units for flat in unit.flats}
-    by_name = {unit.name: unit for unit in units}
+    by_name = {unit.name: [states[flat.name] for flat in unit.flats] for unit in units}
     for block in program:
-        if reduces and block.moment.unit and (block.moment.edge, block.moment.phase) == ("after", "backward"):
-            for flat in by_name[block.moment.unit].flats:
-                states[flat.name].owe()
+        moment = block.moment
+        here = by_name[moment.unit] if moment.unit else states.values() if moment == END_OF_BACKWARD else ()
+        for state in here if moment.edge == "after" else ():
+            state.end_computing(moment, reduces=reduces)
         for action in block.actions:
-            if action.flat == ALL_FLATS:
-                continue
-            if action.flat not in states:
-                raise ProgramError(f"{block.moment}: '{action}', but there is no flat buffer {action.flat!r}.")
-            why = states[action.flat].act(action)
+            _act(block, action, states)
+        for state in here if moment.edge == "before" else ():
+            why = state.begin_computing(moment)
             if why:
-                raise ProgramError(f"{block.moment}: '{action}', but {why}.")
-        if block.moment.edge == "before" and block.moment.unit:
-            for flat in by_name[block.moment.unit].flats:
-                if states[flat.name].full != "whole":
-                    raise ProgramError(f"{block.moment}: {flat.name} computes, but is {states[flat.name].full}.")
-        if block.moment == END_OF_BACKWARD:
-            _check_rest(states)
+                raise ProgramError(f"{moment}: {state.flat.name} computes, but {why}.")
+        if moment == END_OF_BACKWARD:
+            _check_rest(states.values())
+
+
+def check_step(program: Program, units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> None:
+    """The same for an optimizer step. Each of its blocks does all that is demanded at its moment, and leaves nothing
+    on its way. `buffers_bytes` is that of `build_step`."""
+    states = {flat.name: _FlatState(flat) for unit in units for flat in unit.flats}
+    for state in states.values():
+        state.begin_step()
+    demanded = {block.moment: block for block in build_step(units, buffers_bytes=buffers_bytes)}
+    for block in program:
+        for action in block.actions:
+            _act(block, action, states)
+        _check_all_is_done(block, demanded.pop(block.moment, Block(block.moment)))
+        for state in states.values():
+            why = state.why_not_through(block.moment)
+            if why:
+                raise ProgramError(f"{block.moment} ends, but {state.flat.name}'s {why}.")
+    for block in demanded.values():
+        _check_all_is_done(Block(block.moment), block)
+
+
+def _act(block: Block, action: Action, states: Mapping[str, _FlatState]) -> None:
+    if action.flat != ALL_FLATS and action.flat not in states:
+        raise ProgramError(f"{block.moment}: '{action}', but there is no flat buffer {action.flat!r}.")
+    touched = [states[action.flat]] if action.flat != ALL_FLATS else states.values()
+    for state in touched:
+        why = state.act(action)
+        if why:
+            of = f"of {state.flat.name} " if action.flat == ALL_FLATS else ""
+            raise ProgramError(f"{block.moment}: '{action}', but {of}{why}.")
+
+
+def _check_all_is_done(block: Block, demanded: Block) -> None:
+    """Raise unless `block` has, for each flat buffer, the actions of `demanded` in its order, waits aside."""
+    wanted: defaultdict[str, deque[Action]] = defaultdict(deque)
+    for action in demanded.actions:
+        if action.effect.waits is None:
+            wanted[action.flat].append(action.on("compute"))
+    for action in block.actions:
+        if action.effect.waits is not None:
+            continue
+        if not wanted[action.flat]:
+            raise ProgramError(f"{block.moment}: '{action}', but nothing of the kind is left to do.")
+        want = wanted[action.flat].popleft()
+        if action.on("compute") != want:
+            raise ProgramError(f"{block.moment}: '{action}', but what is to be done next is '{want}'.")
+    for left in wanted.values():
+        if left:
+            raise ProgramError(f"{block.moment}: '{left[0]}' is left out.")
+
+
+def _check_rest(states: Iterable[_FlatState]) -> None:
+    raised = [state.flat.name for state in states if not state.is_at_rest]
+    if raised:
+        raise ProgramError(f"After the backward {', '.join(raised)} are not back at rest.")
+    reducing = [state.flat.name for state in states if state.is_reducing]
+    if reducing:
+        raise ProgramError(f"After the backward the gradients of {', '.join(reducing)} are still on their way.")
+    owing = [state.flat.name for state in states if state.owes]
+    if owing:
+        raise ProgramError(f"After the backward the gradients of {', '.join(owing)} are not reduced.")
+
+
+@dataclass
+class _Content:
+    """One buffer, as far as the program has run."""
+
+    is_there: bool = False
+    """In part at least."""
+    steps: deque[Action] = field(default_factory=deque)
+    """What is still to begin until it is all there."""
+    maker: Action | None = None
+    """What is on its way to make it, or more of it."""
+    readers: dict[Buffer, Action] = field(default_factory=dict)
+    """What is on its way and reads it, by what that makes."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.is_there and not self.steps and self.maker is None
+
+    @property
+    def in_words(self) -> str:
+        if self.maker is not None:
+            return "still on its way"
+        if not self.is_there:
+            return "not there"
+        return f"there in part: '{self.steps[0]}' is still to come" if self.steps else "there already"
+
+    def why_not_writable(self) -> str:
+        if self.maker is not None:
+            return f"still on its way by '{self.maker}'"
+        reader = next(iter(self.readers.values()), None)
+        return f"still read by '{reader}'" if reader is not None else ""
 
 
 class _FlatState:
-    """What one flat buffer is, as far as the program has run."""
+    """What one flat buffer is, as far as the program has run. Methods return why something cannot be, or nothing."""
 
     def __init__(self, flat: FlatSpec) -> None:
         self.flat = flat
-        self.full: State = "whole" if flat.resident else "absent"
-        self.is_reducing = False
-        self.owed: deque[Action] = deque()
-        """What is still to be done to the gradients that a backward has left."""
-        self._spread: set[str] = set()
+        self._contents: defaultdict[Buffer, _Content] = defaultdict(_Content)
+        for buffer in ("param", "master", *(("full",) if flat.resident else ())):
+            self._contents[buffer].is_there = True
+        self._is_computing = False
+        self._owed: deque[tuple[Action, ...]] = deque()
+        """The reductions that have not begun, one for each backward that has left gradients."""
 
     @property
     def is_at_rest(self) -> bool:
-        return self.full == ("whole" if self.flat.resident else "absent")
+        full = self._contents["full"]
+        return full.is_there == self.flat.resident and full.maker is None
 
-    def owe(self) -> None:
-        """A backward is through: its gradients are to be reduced."""
-        self.owed += reduce_due(self.flat) if self.flat.trainable else ()
+    @property
+    def is_reducing(self) -> bool:
+        return self._contents["sum"].maker is not None
+
+    @property
+    def owes(self) -> bool:
+        return bool(self._owed or self._contents["sum"].is_there)
+
+    # -- what is computed -------------------------------------------------------------------------------
+
+    def begin_computing(self, moment: Moment) -> str:
+        effect = COMPUTES[moment.phase]
+        for buffer in effect.reads:
+            if not self._contents[buffer].is_whole:
+                return f"its {_said(buffer)} is {self._contents[buffer].in_words}"
+        if moment.phase == "backward" and self.flat.trainable:
+            left = backward_makes(self.flat)
+            why = self._contents[left].why_not_writable()
+            if why:
+                return f"its {_said(left)} is {why}"
+        self._is_computing = True
+        return ""
+
+    def end_computing(self, moment: Moment, *, reduces: bool) -> None:
+        self._is_computing = False
+        if moment.phase == "backward" and moment.unit and self.flat.trainable:
+            left = backward_makes(self.flat)
+            self._contents[left].is_there = True
+            if reduces and left == "fresh":
+                self._owed.append(reduce_due(self.flat))
+
+    def begin_step(self) -> None:
+        """Gradients wait, and parameters are about to be updated."""
+        if self.flat.trainable:
+            self._contents["grad" if step_gradients(self.flat) else "due"].is_there = True
+            gathers = (action for action in step_parameters(self.flat) if action.verb == "gather")
+            self._contents["param"].steps.extend(gathers)
+
+    def why_not_through(self, moment: Moment) -> str:
+        """Whether something is missing for what comes after `moment` of a step."""
+        on_the_way = next((one for one in self._contents.values() if one.maker is not None), None)
+        if on_the_way is not None:
+            return f"'{on_the_way.maker}' is still on its way"
+        if not self.flat.trainable:
+            return ""
+        needed: dict[str, tuple[Buffer, ...]] = {"before": COMPUTES["step"].reads, "after": ("param",)}
+        for buffer in needed.get(moment.edge, ()):
+            if not self._contents[buffer].is_whole:
+                return f"{_said(buffer)} is {self._contents[buffer].in_words}"
+        return ""
+
+    # -- what is done -----------------------------------------------------------------------------------
 
     def act(self, action: Action) -> str:
-        """Do `action`; why it cannot be done, or nothing."""
-        if action.subject == "grad":
-            return self._wait_grad() if action.verb == "wait" else self._reduce(action)
-        match action.verb, action.subject:
-            case "gather", _:
-                return self._gather(action)
-            case "wait", "full" if self.full != "flying":
-                return f"it is {self.full}, not on its way"
-            case "wait", "full":
-                self.full = "partly whole" if self._spread else "whole"
-            case ("free", "full") | ("slice", "held") if self.full != "whole":
-                return f"it is {self.full}"
-            case "free", "full" if self.flat.resident:
-                return "it rests whole and is never freed"
-            case "free", "full":
-                self.full = "absent"
+        """Do `action`."""
+        if action.flat == ALL_FLATS and not self.flat.trainable:
+            return ""
+        effect = action.effect
+        if effect.waits is not None:
+            return self._wait(action, effect, self._contents[effect.waits])
+        sources = effect.reads
+        if effect.makes is not None:
+            made = self._contents[effect.makes]
+            why = self._why_not_next(action, made, effect.makes)
+            if why:
+                return why
+            sources = (effect.makes,) if made.is_there else effect.reads
+        why = self._why_not_now(effect, sources)
+        if why:
+            return why
+        self._begin(action, effect, sources)
         return ""
 
-    def _reduce(self, action: Action) -> str:
-        if self.is_reducing:
-            return "its last reduction is still on its way"
-        if not self.owed:
-            return "nothing of it is left to reduce"
-        due = self.owed.popleft()
+    def _why_not_next(self, action: Action, made: _Content, buffer: Buffer) -> str:
+        """Whether `action` is not the next step to what it makes."""
+        if made.maker is not None or made.readers:
+            return f"its {_said(buffer)} is {made.why_not_writable()}"
+        if not made.is_there:
+            made.steps = self._steps(action)
+        if not made.steps:
+            return f"its {_said(buffer)} is there already" if made.is_there else "nothing of it is left to reduce"
+        due = made.steps[0]
         if (due.verb, due.over) != (action.verb, action.over):
             return f"its next step is '{due}'"
-        self.is_reducing = True
         return ""
 
-    def _wait_grad(self) -> str:
-        if not self.is_reducing:
-            return "no reduction of it is on its way"
-        self.is_reducing = False
+    def _steps(self, action: Action) -> deque[Action]:
+        """All steps to what `action` makes, of which it is the first."""
+        match action.verb, action.subject:
+            case "gather", ("param" | "held"):
+                return deque(gathers(self.flat, from_held=action.subject == "held"))
+            case "slice", "held":
+                return deque(slices_to_hold(self.flat))
+            case _, "grad":
+                return deque(self._owed[0] if self._owed else ())
+            case _, "due":
+                return deque(step_gradients(self.flat))
+        return deque((action,))
+
+    def _why_not_now(self, effect: Effect, sources: Iterable[Buffer]) -> str:
+        for buffer in sources:
+            content = self._contents[buffer]
+            if not content.is_there or content.maker is not None or (content.steps and buffer != effect.makes):
+                return f"its {_said(buffer)} is {content.in_words}"
+        for buffer in (*effect.changes, *effect.frees):
+            content = self._contents[buffer]
+            why = content.why_not_writable()
+            if why:
+                return f"its {_said(buffer)} is {why}"
+        for buffer in effect.frees:
+            if buffer == "full" and self.flat.resident:
+                return "it rests whole and is never freed"
+            if not self._contents[buffer].is_whole:
+                return f"its {_said(buffer)} is {self._contents[buffer].in_words}"
+            if buffer == "full" and self._is_computing:
+                return "it still computes"
         return ""
 
-    def _gather(self, action: Action) -> str:
-        if self.full == "absent":
-            self._spread = set(self.flat.table.place("held" if action.subject == "held" else "param").shard)
-        elif self.full != "partly whole":
-            return f"it is {self.full} already"
-        if action.over not in self._spread:
-            return f"it is not sharded over {action.over}"
-        self._spread.remove(action.over)
-        self.full = "flying"
+    def _begin(self, action: Action, effect: Effect, sources: Iterable[Buffer]) -> None:
+        for buffer in effect.frees:
+            self._contents[buffer].is_there = False
+        if effect.makes is None:
+            return
+        made = self._contents[effect.makes]
+        if action.subject == "grad" and not made.is_there:
+            self._owed.popleft()
+        made.steps.popleft()
+        if effect.awaited is None:
+            made.is_there = True
+            return
+        made.maker = action
+        for buffer in set(sources) - {effect.makes, *effect.frees}:
+            self._contents[buffer].readers[effect.makes] = action
+
+    def _wait(self, action: Action, effect: Effect, awaited: _Content) -> str:
+        maker = awaited.maker
+        if maker is None or maker.effect.awaited is None:
+            return f"nothing of it is on its way ({awaited.in_words})"
+        right = maker.effect.awaited[not awaited.steps]
+        if action.subject != right:
+            rest = f"'{awaited.steps[0]}' is still to come" if awaited.steps else "that was the last step"
+            return f"this is 'wait {action.flat} {right}': {rest}"
+        if effect.keeps is not None:
+            why = self._contents[effect.keeps].why_not_writable()
+            if why:
+                return f"its {_said(effect.keeps)} is {why}"
+        awaited.is_there, awaited.maker = True, None
+        for buffer, content in self._contents.items():
+            has_read = content.readers.pop(effect.waits, None) if effect.waits is not None else None
+            if has_read is not None and buffer in maker.effect.consumes:
+                content.is_there = False
+        for buffer in effect.frees:
+            self._contents[buffer].is_there = False
+        if effect.keeps is not None:
+            awaited.is_there = False
+            self._contents[effect.keeps].is_there = True
         return ""
-
-
-def _check_rest(states: Mapping[str, _FlatState]) -> None:
-    left = [name for name, state in states.items() if not state.is_at_rest]
-    if left:
-        raise ProgramError(f"After the backward {', '.join(left)} are not back at rest.")
-    reducing = [name for name, state in states.items() if state.is_reducing]
-    if reducing:
-        raise ProgramError(f"After the backward the gradients of {', '.join(reducing)} are still on their way.")
-    owing = [name for name, state in states.items() if state.owed]
-    if owing:
-        raise ProgramError(f"After the backward the gradients of {', '.join(owing)} are not reduced.")

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
-from shardwise.placement import WIDTH, Span
-from shardwise.program.action import Action, Block, Moment, Program
+from shardwise.placement import WIDTH, Dtype, Span
+from shardwise.program.action import AFTER_STEP, Action, Block, Moment, Program
 from shardwise.program.activations import Activations, Mark
-from shardwise.program.build import fills_grad, reduce_due
-from shardwise.program.handover import Handover, at, handovers
+from shardwise.program.build import backward_makes, fills_grad, reduce_due
+from shardwise.program.effects import Buffer, Effect, adds_in_place
+from shardwise.program.handover import at, handovers
 from shardwise.program.spec import FlatSpec, UnitSpec
 
 NUM_KEPT_BLOCKS = 2
@@ -76,14 +77,14 @@ def footprint(
     param = sum(flat.num_bytes(flat.table.param.shard, flat.table.param.dtype) for flat in flats)
     optim = sum(_optim_bytes(flat, states_per_param, coordinate) for flat in flats if flat.trainable)
     grad = sum(flat.grad_bytes for flat in flats if flat.trainable)
-    clock = _Walk({flat.name: flat for flat in flats}, coordinate)
+    clock = _Walk(units, coordinate)
     clock.kept = _kept_bytes(flats) if activations is not None and activations.on_cpu else 0
     marks = _marks(micro_batch, activations)
     for _ in range(min(2, num_micro_batches)):  # all later ones hold what the second holds
         for block, mark in zip(micro_batch, marks, strict=True):
-            clock.walk(block, units, mark)
+            clock.walk(block, mark)
     for block in step:
-        clock.walk(block, units)
+        clock.walk(block)
     rooms = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_room)
     if activations is None:
         return Footprint(param, grad, optim, max(0, rooms + clock.peak - grad))
@@ -134,23 +135,39 @@ def _state_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None) -> int:
     return max(kept.values(), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Lying:
+    """What lies in one buffer: so many bytes, of gradients in `dtype`."""
+
+    num_bytes: int
+    dtype: Dtype = "fp32"
+    is_kept: bool = False
+    """Whether in memory that stays from step to step (`keeps_room`), which is no part of what comes and goes."""
+
+
+_AT_REST: tuple[Buffer, ...] = ("param", "master")
+_SENT: tuple[str, ...] = ("fresh", "sum")
+_WAITING: tuple[str, ...] = ("grad", "due")
+
+
 class _Walk:
-    """Adds and takes away the bytes that each action brings and frees, and remembers the peak.
+    """Adds and takes away the bytes that each action brings and frees, and remembers the peak."""
 
-    What lies in memory that stays from step to step (`keeps_room`) is no part of it.
-    """
-
-    def __init__(self, flats: dict[str, FlatSpec], coordinate: Mapping[str, int] | None) -> None:
-        self.flats = flats
+    def __init__(self, units: Sequence[UnitSpec], coordinate: Mapping[str, int] | None) -> None:
+        self._flats = {flat.name: flat for unit in units for flat in unit.flats}
+        self._by_unit = {unit.name: unit.flats for unit in units}
         self._coordinate = coordinate
-        self._handovers = handovers(tuple(flats.values()))
-        self.live: dict[tuple[str, str], int] = {}
-        self._taken_rooms: set[str] = set()
-        self._housed: set[tuple[str, str]] = set()
-        """What lies in such memory."""
-        self.steps_left: dict[str, int] = {}
+        self._handovers = handovers(tuple(self._flats.values()))
+        self._live: dict[tuple[str, str], _Lying] = {}
+        """By flat buffer and buffer; `next sum` is one that is on its way from another."""
+        self._source: dict[tuple[str, Buffer], Buffer] = {}
+        """Of what is on its way, what it is made of."""
+        self._taken: set[str] = set()
+        """The flat buffers in whose kept memory something lies."""
         self.kept = 0
         """Bytes that stay for gradients that are sent, whether any are or not."""
+        self._num_live = self._num_sent = self._num_waiting = 0
+        """Bytes that live, and those of them that are gradients to be sent or that wait."""
         self.peak = 0
         self.peak_grad = 0
         self.peak_activations = 0
@@ -158,143 +175,144 @@ class _Walk:
         self._activations = 0
         self._moment: Moment | None = None
 
-    def walk(self, block: Block, units: Sequence[UnitSpec], mark: Mark | None = None) -> None:
-        self._moment = block.moment
+    def walk(self, block: Block, mark: Mark | None = None) -> None:
+        moment = self._moment = block.moment
         if mark is not None:
             self._look(mark.peak_bytes)
             self._activations = mark.live_bytes
         for action in block.actions:
-            if action.flat in self.flats:
-                self._act(self.flats[action.flat], action, in_step=block.moment.phase == "step")
-        if block.moment.edge == "before" and block.moment.phase == "backward":
-            for unit in units:
-                if unit.name == block.moment.unit:
-                    for flat in unit.flats:
-                        self._inbox(flat)
-        if block.moment.phase == "step" and block.moment.edge == "after":
-            self._consume()
+            if action.flat in self._flats:
+                self._act(self._flats[action.flat], action)
+        if (moment.edge, moment.phase) == ("before", "backward"):
+            for flat in self._by_unit[moment.unit]:
+                self._leave_gradients(flat)
+        if moment == AFTER_STEP:
+            for name, buffer in list(self._live):
+                if buffer in (*_SENT, *_WAITING):
+                    self._drop(name, buffer)
+            self._taken.clear()
 
-    def _inbox(self, flat: FlatSpec) -> None:
-        """Gradients as a backward leaves them: in the dtype of the wire, or as they rest if nothing travels."""
-        if flat.trainable:
-            waits = not reduce_due(flat)
-            dtype = flat.table.grad.dtype if waits else flat.table.wire
-            what, num_bytes = "grad" if waits else "inbox", flat.numel * WIDTH[dtype]
-            if fills_grad(flat):
-                self._hold_where_it_waits(flat, what, num_bytes)
-            else:
-                self._hold(flat, what, num_bytes)
+    def _leave_gradients(self, flat: FlatSpec) -> None:
+        """As a backward leaves them: in the dtype of the wire, or as they rest if nothing travels."""
+        left = backward_makes(flat)
+        if flat.trainable and (flat.name, left) not in self._live:
+            dtype = flat.table.wire if left == "fresh" else flat.table.grad.dtype
+            num_bytes = flat.numel * WIDTH[dtype]
+            is_kept = fills_grad(flat) and self._takes_kept(flat, num_bytes, dtype)
+            self._hold(flat.name, left, _Lying(num_bytes, dtype, is_kept))
 
-    def _act(self, flat: FlatSpec, action: Action, *, in_step: bool) -> None:
-        match action.verb, action.subject:
-            case "gather", _ if not in_step:
-                self._hold(flat, "full", flat.full_bytes)
-            case "free", "full":
-                self._drop(flat, "full")
-            case "wait", "full":  # a gather from what was held uses it up
-                self._drop(flat, "held")
-            case "slice", "held":
-                self._hold(flat, "held", flat.num_bytes(flat.table.held.shard, flat.table.held.dtype))
-            case (("reduce_scatter" | "all_reduce"), "grad"):
-                self._reduce(flat, action, in_step=in_step)
-            case "wait", "grad":
-                self._reduced(flat, in_step=in_step)
-            case _, "update":
-                self._hand_over(flat, self._handovers[flat.name], action)
-
-    def _hand_over(self, flat: FlatSpec, over: Handover, action: Action) -> None:
-        """Pieces go to the owners of their matrices and come back; `staging` is what messages are made of."""
-        place = None if self._coordinate is None else over.place(self._coordinate)
-        match action.verb:
-            case "collect":
-                self._hold(flat, "given", at(over.given_bytes, place))
-                self._hold(flat, "whole", at(over.whole_bytes, place))
-                self._hold(flat, "staging", at(over.taken_bytes, place))
-            case "wait" if (flat.name, "whole") in self.live:
-                self._drop(flat, "staging")
-            case "orthogonalize":
-                self._hold(flat, "work", over.work_bytes(place))
-                self._drop(flat, "work")
-            case "hand_back":
-                self._hold(flat, "staging", at(over.taken_bytes, place))
-                self._drop(flat, "whole")
-            case "wait":
-                self._drop(flat, "staging")
-                self._drop(flat, "given")
-
-    def _reduce(self, flat: FlatSpec, action: Action, *, in_step: bool) -> None:
-        ranks = flat.mesh.size(action.over)
-        source = "reduced" if (flat.name, "reduced") in self.live else "grad" if in_step else "inbox"
-        source_dtype = flat.table.grad.dtype if in_step else flat.table.wire
-        summed_dtype = source_dtype if action.dtype == "-" else action.dtype
-        if source == "reduced":
-            source_dtype = summed_dtype
-        numel = self.live.get((flat.name, source), 0) // WIDTH[source_dtype]
-        copies = 1 if source_dtype == flat.table.wire else 2  # what arrives, and what is cast to be sent
-        staged = numel if action.verb == "all_reduce" else (ranks - 1) * (numel // ranks)
-        self._hold(flat, "staging", copies * staged * WIDTH[flat.table.wire])
-        made = (numel // ranks if action.verb == "reduce_scatter" else numel) * WIDTH[summed_dtype]
-        is_in_place = source_dtype == summed_dtype and (flat.name, source) in self._housed
-        if is_in_place and action.verb == "reduce_scatter":
-            self._housed.add((flat.name, "next"))
-            self._hold(flat, "next", made)
-        elif action.verb == "reduce_scatter" or source_dtype != summed_dtype:
-            self._hold_where_it_waits(flat, "next", made)
-
-    def _reduced(self, flat: FlatSpec, *, in_step: bool) -> None:
-        """A step of a reduction is done: what it read goes, what it made is the next step's source."""
-        self._drop(flat, "staging")
-        if (flat.name, "next") in self.live:
-            self._drop(flat, "inbox")
-            if in_step:
-                self._drop(flat, "grad")
-            self._drop(flat, "reduced")
-            self._rename(flat, "next", "reduced")
-        elif (flat.name, "inbox") in self.live:
-            self._rename(flat, "inbox", "reduced")
-        if in_step:
+    def _act(self, flat: FlatSpec, action: Action) -> None:
+        effect, name = action.effect, flat.name
+        if effect.waits is not None:
+            self._arrive(name, effect, effect.waits)
             return
-        self.steps_left[flat.name] = self.steps_left.get(flat.name) or len(reduce_due(flat))
-        self.steps_left[flat.name] -= 1
-        if self.steps_left[flat.name] == 0:  # what is through waits, or is added to what waits
-            if (flat.name, "grad") in self.live:
-                self._drop(flat, "reduced")
-            else:
-                self._rename(flat, "reduced", "grad")
+        if effect.makes == "sum":
+            self._add_up(flat, action)
+        elif effect.makes is not None and effect.makes not in _AT_REST:
+            if (name, effect.makes) not in self._live:
+                self._hold(name, effect.makes, _Lying(self._num_bytes(flat, effect.makes)))
+            for buffer in effect.consumes:
+                self._source[name, effect.makes] = buffer
+        if effect.makes != "sum":
+            for buffer in effect.scratch:
+                self._hold(name, buffer, _Lying(self._num_bytes(flat, buffer)))
+        for buffer in effect.frees if effect.awaited or not effect.scratch else (*effect.frees, *effect.scratch):
+            self._drop(name, buffer)
 
-    def _consume(self) -> None:
-        for name, what in list(self.live):
-            if what in ("grad", "reduced"):
-                self._drop(self.flats[name], what)
-        self._taken_rooms.clear()
+    def _num_bytes(self, flat: FlatSpec, buffer: Buffer) -> int:
+        """Of a buffer that has one size, whatever brings it."""
+        match buffer:
+            case "full":
+                return flat.full_bytes
+            case "held":
+                return flat.num_bytes(flat.table.held.shard, flat.table.held.dtype)
+        over = self._handovers[flat.name]
+        place = None if self._coordinate is None else over.place(self._coordinate)
+        match buffer:
+            case "given":
+                return at(over.given_bytes, place)
+            case "matrix":
+                return at(over.whole_bytes, place)
+            case "staging":
+                return at(over.taken_bytes, place)
+            case "work":
+                return over.work_bytes(place)
+        raise ProgramError(f"{flat.name}: how large its {buffer} is depends on what makes it.")
 
-    def _hold_where_it_waits(self, flat: FlatSpec, what: str, num_bytes: int) -> None:
-        """In the memory that stays for gradients, if there is such, if this is all of one and none lies there."""
-        if flat.keeps_room and num_bytes == flat.grad_bytes and flat.name not in self._taken_rooms:
-            self._taken_rooms.add(flat.name)
-            self._housed.add((flat.name, what))
-        self._hold(flat, what, num_bytes)
+    def _add_up(self, flat: FlatSpec, action: Action) -> None:
+        """One step of a reduction: what it makes, and what arrives and is cast to be sent meanwhile."""
+        effect, name, wire = action.effect, flat.name, flat.table.wire
+        source: Buffer = "sum" if (name, "sum") in self._live else effect.reads[0]
+        lying = self._live.get((name, source), _Lying(0, flat.table.grad.dtype))
+        dtype = lying.dtype if action.dtype == "-" else action.dtype
+        numel = lying.num_bytes // WIDTH[lying.dtype]
+        own = numel // flat.mesh.size(action.over) if effect.cuts else numel
+        if effect.sends:
+            copies = 1 if lying.dtype == wire else 2
+            staged = numel - own if effect.cuts else numel
+            self._hold(name, "staging", _Lying(copies * staged * WIDTH[wire], wire))
+        num_bytes, is_in_place = (
+            own * WIDTH[dtype],
+            adds_in_place(effect, is_same_dtype=lying.dtype == dtype, is_kept=lying.is_kept),
+        )
+        if effect.cuts or not is_in_place:
+            is_kept = lying.is_kept if is_in_place else self._takes_kept(flat, num_bytes, dtype)
+            self._hold(name, "next sum", _Lying(num_bytes, dtype, is_kept))
+        self._source[name, "sum"] = source
 
-    def _hold(self, flat: FlatSpec, what: str, num_bytes: int) -> None:
-        self.live[flat.name, what] = num_bytes
+    def _arrive(self, name: str, effect: Effect, made: Buffer) -> None:
+        """What was on its way is there: what it is made of goes, or is the same memory."""
+        for buffer in effect.frees:
+            self._drop(name, buffer)
+        source = self._source.pop((name, made), None)
+        if (name, "next sum") in self._live and made == "sum" and source is not None:
+            self._drop(name, source)
+            self._rename(name, "next sum", made)
+        elif made == "sum" and source is not None:
+            self._rename(name, source, made)
+        elif source is not None:
+            self._drop(name, source)
+        if effect.keeps is not None and (name, effect.keeps) in self._live:  # added to that
+            self._drop(name, made)
+        elif effect.keeps is not None:
+            self._rename(name, made, effect.keeps)
+
+    def _takes_kept(self, flat: FlatSpec, num_bytes: int, dtype: Dtype) -> bool:
+        """Whether that can lie in the memory that stays: there is such, this is all of it, and nothing lies there."""
+        fits = (num_bytes, dtype) == (flat.grad_bytes, flat.table.grad.dtype)
+        if not flat.keeps_room or not fits or flat.name in self._taken:
+            return False
+        self._taken.add(flat.name)
+        return True
+
+    def _hold(self, name: str, buffer: str, lying: _Lying) -> None:
+        self._drop(name, buffer)
+        self._live[name, buffer] = lying
+        self._count(buffer, lying, 1)
         self._look(self._activations)
+
+    def _drop(self, name: str, buffer: str) -> None:
+        lying = self._live.pop((name, buffer), None)
+        if lying is not None:
+            self._count(buffer, lying, -1)
+
+    def _rename(self, name: str, old: str, new: str) -> None:
+        """It is the same memory."""
+        lying = self._live.get((name, old))
+        if lying is not None and old != new:
+            self._drop(name, old)
+            self._live[name, new] = lying
+            self._count(new, lying, 1)
+
+    def _count(self, buffer: str, lying: _Lying, sign: int) -> None:
+        if not lying.is_kept:
+            self._num_live += sign * lying.num_bytes
+            self._num_sent += sign * lying.num_bytes if buffer in _SENT else 0
+            self._num_waiting += sign * lying.num_bytes if buffer in _WAITING else 0
 
     def _look(self, activations: int) -> None:
         """Whether this is the most so far, beside so many bytes of activations."""
-        beside = {key: num_bytes for key, num_bytes in self.live.items() if key not in self._housed}
-        in_use = sum(num_bytes for (_, what), num_bytes in beside.items() if what in ("inbox", "reduced"))
-        held = sum(beside.values()) + max(0, self.kept - in_use) + activations
+        held = self._num_live + max(0, self.kept - self._num_sent) + activations
         if held > self.peak:
             self.peak, self.peak_activations, self.peak_at = held, activations, self._moment
-            self.peak_grad = sum(num_bytes for (_, what), num_bytes in beside.items() if what == "grad")
-
-    def _rename(self, flat: FlatSpec, old: str, new: str) -> None:
-        """It is the same memory."""
-        self.live[flat.name, new] = self.live.pop((flat.name, old), 0)
-        if (flat.name, old) in self._housed:
-            self._housed.remove((flat.name, old))
-            self._housed.add((flat.name, new))
-
-    def _drop(self, flat: FlatSpec, what: str) -> None:
-        self.live.pop((flat.name, what), None)
-        self._housed.discard((flat.name, what))
+            self.peak_grad = self._num_waiting

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardwise.program.action import Action, Block, Program
 from shardwise.program.activations import Activations
 from shardwise.program.build import build_pass, build_step
-from shardwise.program.check import check
+from shardwise.program.check import check, check_step
 from shardwise.program.footprint import Footprint, footprint
 from shardwise.program.handover import Handover, handovers
 from shardwise.program.prefetch import prefetch
@@ -69,6 +69,7 @@ def plan_step(
     step = tuple(
         Block(block.moment, pipelined(block.actions)) for block in build_step(units, buffers_bytes=buffers_bytes)
     )
+    check_step(step, units, buffers_bytes=buffers_bytes)
     held = footprint(
         units,
         micro_batch,

@@ -15,17 +15,19 @@ def prefetch(program: Program, full_bytes: Mapping[str, int], budget_bytes: int)
     whole size of each flat buffer by name.
     """
     blocks = [list(block.actions) for block in program]
-    ahead_bytes = [0] * len(program)
+    ahead = _AheadBytes(len(program))
+    next_before = _next_before(program)
+    last_use: dict[str, int] = {}
     for home, block in enumerate(program):
-        bundles = _bundles(block.actions)
-        for flat, bundle in bundles.items():
-            goal = _earliest(program, home, flat, ahead_bytes, full_bytes[flat], budget_bytes)
-            if goal == home:
+        for flat, bundle in _bundles(block.actions).items():
+            full = ahead.last_above(home, budget_bytes - full_bytes[flat])
+            goal = next_before[max(full, last_use.get(flat, -1)) + 1]
+            if goal >= home:
                 continue
             blocks[home] = [action for action in blocks[home] if action not in bundle]
             blocks[goal] += bundle
-            for index in range(goal, home):
-                ahead_bytes[index] += full_bytes[flat]
+            ahead.add(goal, home, full_bytes[flat])
+        last_use.update((action.flat, home) for action in block.actions)
     return tuple(Block(block.moment, tuple(actions)) for block, actions in zip(program, blocks, strict=True))
 
 
@@ -38,16 +40,50 @@ def _bundles(actions: tuple[Action, ...]) -> dict[str, list[Action]]:
     return bundles
 
 
-def _earliest(
-    program: Program, home: int, flat: str, ahead_bytes: list[int], flat_bytes: int, budget_bytes: int
-) -> int:
-    """The earliest block, a `before` one, into which the gather of `flat` that is due at `home` may move."""
-    goal = home
-    for index in range(home - 1, -1, -1):
-        if ahead_bytes[index] + flat_bytes > budget_bytes:
-            break
-        if any(action.flat == flat for action in program[index].actions):
-            break
-        if program[index].moment.edge == "before":
-            goal = index
-    return goal
+def _next_before(program: Program) -> list[int]:
+    """For each block the first one from it on that comes before a computation; the number of blocks if none does."""
+    found = [len(program)] * (len(program) + 1)
+    for index in range(len(program) - 1, -1, -1):
+        found[index] = index if program[index].moment.edge == "before" else found[index + 1]
+    return found
+
+
+class _AheadBytes:
+    """The bytes that lie gathered ahead at each block: a tree over the blocks, so that a model of thousands of units
+    takes no longer for each of them than a small one."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._size = 1 << max(0, num_blocks - 1).bit_length()
+        self._added = [0] * (2 * self._size)
+        """To all blocks below a node."""
+        self._most = [0] * (2 * self._size)
+        """At any block below it, what was added above it left out."""
+
+    def add(self, start: int, stop: int, num_bytes: int) -> None:
+        """To the blocks `start` up to, but not including, `stop`."""
+        self._add(1, 0, self._size, start, stop, num_bytes)
+
+    def _add(self, node: int, low: int, high: int, start: int, stop: int, num_bytes: int) -> None:
+        if stop <= low or high <= start:
+            return
+        if start <= low and high <= stop:
+            self._added[node] += num_bytes
+            self._most[node] += num_bytes
+            return
+        middle = (low + high) // 2
+        self._add(2 * node, low, middle, start, stop, num_bytes)
+        self._add(2 * node + 1, middle, high, start, stop, num_bytes)
+        self._most[node] = self._added[node] + max(self._most[2 * node], self._most[2 * node + 1])
+
+    def last_above(self, stop: int, limit_bytes: int) -> int:
+        """The last block before `stop` at which more than `limit_bytes` lie ahead; -1 if there is none."""
+        return self._last_above(1, 0, self._size, stop, limit_bytes)
+
+    def _last_above(self, node: int, low: int, high: int, stop: int, limit_bytes: int) -> int:
+        if stop <= low or self._most[node] <= limit_bytes:
+            return -1
+        if high - low == 1:
+            return low
+        middle, left_bytes = (low + high) // 2, limit_bytes - self._added[node]
+        found = self._last_above(2 * node + 1, middle, high, stop, left_bytes)
+        return found if found >= 0 else self._last_above(2 * node, low, middle, stop, left_bytes)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from shardwise.program.action import ALL_FLATS, END_OF_BACKWARD, Action, Block, Program, Stream, Subject
+from shardwise.errors import ProgramError
+from shardwise.program.action import ALL_FLATS, END_OF_BACKWARD, Action, Block, Moment, Program
+from shardwise.program.effects import Buffer
 
 
 def overlap(program: Program) -> Program:
@@ -19,70 +23,87 @@ def overlap(program: Program) -> Program:
 
 def serial(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     """Every communication waited for at once: how a step runs that has no program yet."""
-    return tuple(step for action in actions for step in _with_wait(action, gathered="full"))
+    return tuple(step for action, wait in _with_waits(actions) for step in ((action, wait) if wait else (action,)))
 
 
 def pipelined(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Each communication is waited for once the next one, of another flat buffer, is on its way."""
+    """Each communication is waited for once the next one, of another flat buffer, is on its way.
+
+    What stands on a stream already has its waits.
+    """
     due: list[Action] = []
     waiting: Action | None = None
-    for action in actions:
-        started, *wait = _with_wait(action, gathered="param")
-        if waiting and (waiting.flat == action.flat or action.flat == ALL_FLATS):
+    for action, wait in _with_waits(actions):
+        if waiting and action.flat in (waiting.flat, ALL_FLATS):
             due.append(waiting)
             waiting = None
-        due.append(started)
+        due.append(action)
         if wait:
             due += [waiting] if waiting else []
-            waiting = wait[0]
+            waiting = wait
     return (*due, *([waiting] if waiting else []))
 
 
-def _with_wait(action: Action, gathered: Subject) -> tuple[Action, ...]:
-    """`gathered` is what a gather makes: the whole buffer before a unit computes, the resting one after a step."""
-    if action.verb == "gather":
-        return (action.on("gather"), Action("wait", action.flat, gathered))
-    if action.subject == "grad" and action.verb != "wait":
-        stream: Stream = "reduce" if action.communicates else "compute"
-        return (action.on(stream), Action("wait", action.flat, "grad"))
-    return (action,)
+def _with_waits(actions: tuple[Action, ...]) -> list[tuple[Action, Action | None]]:
+    """Each action on its own stream, with the wait that it needs."""
+    goes_on: set[tuple[str, Buffer | None]] = set()
+    placed: list[tuple[Action, Action | None]] = []
+    for action in reversed(actions):
+        effect = action.effect
+        if effect.awaited is None or action.stream != "compute":
+            placed.append((action, None))
+            continue
+        key = (action.flat, effect.makes)
+        placed.append((action.on(effect.stream), _wait(action, is_last=key not in goes_on)))
+        goes_on.add(key)
+    return placed[::-1]
+
+
+def _wait(action: Action, *, is_last: bool) -> Action:
+    """For what `action` makes; `is_last` unless it goes on over another axis."""
+    awaited = action.effect.awaited
+    if awaited is None:
+        raise ProgramError(f"'{action}' is nothing that could be waited for.")
+    return Action("wait", action.flat, awaited[is_last])
 
 
 def _overlap_gathers(program: Program) -> Program:
     """Mark gathers; the last of a bundle is waited for where its unit computes."""
-    flying: dict[str, None] = {}
+    flying: dict[str, dict[str, Action]] = {}
+    """By what may be the name of the unit, flat buffers on their way, and the last gather of each."""
     blocks = []
-    for index, block in enumerate(program):
-        actions: list[Action] = []
-        arrived = [flat for flat in flying if _is_home(program, index, flat)]
-        for flat in arrived:
-            actions.append(Action("wait", flat, "full"))
-            del flying[flat]
+    for block in program:
+        actions = [_wait(last, is_last=True) for last in _arriving(flying, block.moment)]
         for action in block.actions:
             if action.verb != "gather":
                 actions.append(action)
                 continue
-            if action.flat in flying:  # the next axis of the same bundle
-                actions.append(Action("wait", action.flat, "full"))
-            actions.append(action.on("gather"))
-            flying[action.flat] = None
-        home = [flat for flat in flying if _is_home(program, index, flat)]
-        waits = [Action("wait", flat, "full") for flat in home]
-        for flat in home:
-            del flying[flat]
+            for unit in _possible_units(action.flat):
+                of_unit = flying.setdefault(unit, {})
+                before = of_unit.pop(action.flat, None)
+                of_unit[action.flat] = action
+            if before is not None:  # the next axis of the same bundle
+                actions.append(_wait(before, is_last=False))
+            actions.append(action.on(action.effect.stream))
+        waits = [_wait(last, is_last=True) for last in _arriving(flying, block.moment)]
         blocks.append(Block(block.moment, _waits_before_gathers_of_others(actions, waits)))
     return tuple(blocks)
 
 
-def _is_home(program: Program, index: int, flat: str) -> bool:
-    """Whether the unit that owns `flat` computes right after block `index`."""
-    moment = program[index].moment
-    return moment.edge == "before" and _is_of(flat, moment.unit)
+def _arriving(flying: dict[str, dict[str, Action]], moment: Moment) -> list[Action]:
+    """What has to be there now, since the unit that owns it computes. It is on its way no more."""
+    if moment.edge != "before":
+        return []
+    gathers = list(flying.get(moment.unit, {}).values())
+    for gather in gathers:
+        for unit in _possible_units(gather.flat):
+            flying[unit].pop(gather.flat, None)
+    return gathers
 
 
-def _is_of(flat: str, unit: str) -> bool:
+def _possible_units(flat: str) -> list[str]:
     """A unit's flat buffers bear its name, and a label behind a colon. A module's own name may hold colons too."""
-    return flat == unit or flat.startswith(f"{unit}:")
+    return [flat[:end] for end, letter in enumerate(flat) if letter == ":"] + [flat]
 
 
 def _waits_before_gathers_of_others(actions: list[Action], waits: list[Action]) -> tuple[Action, ...]:
@@ -93,51 +114,63 @@ def _waits_before_gathers_of_others(actions: list[Action], waits: list[Action]) 
     return (*first, *rest, *waits)
 
 
+@dataclass(eq=False)
+class _Chain:
+    """The reduction of one flat buffer: a step that is under way, if one is, and those to come."""
+
+    steps: deque[Action]
+    started: Action | None = None
+
+    def advance(self) -> Iterator[Action]:
+        """End the step under way, and start the next."""
+        if self.started is not None:
+            yield _wait(self.started, is_last=not self.steps)
+            self.started = None
+        if self.steps:
+            step = self.steps.popleft()
+            self.started = step.on(step.effect.stream)
+            yield self.started
+
+
 def _overlap_reductions(program: Program) -> Program:
     """Start a reduction where its gradients are complete, go on with it where the next one starts.
 
     A unit whose backward opens again, as in reentrant checkpointing, has its earlier reduction ended first.
     """
-    pending: deque[deque[Action]] = deque()
+    pending: dict[str, _Chain] = {}
     blocks = []
     for block in program:
         chains = _chains(block.actions)
         actions = [action for action in block.actions if action.subject != "grad"]
         if block.moment.edge == "before":
-            reopened = deque(chain for chain in pending if _is_of(chain[0].flat, block.moment.unit))
-            pending = deque(chain for chain in pending if chain not in reopened)
-            actions += _advance(reopened, drain=True)
+            for flat in [flat for flat in pending if block.moment.unit in _possible_units(flat)]:
+                actions += _drained(pending.pop(flat))
         elif chains or block.moment == END_OF_BACKWARD:
-            actions += _advance(pending, drain=block.moment == END_OF_BACKWARD)
-        for chain in chains.values():
-            actions.append(chain.popleft().on("reduce"))
-            pending.append(chain)
-            chain.appendleft(Action("wait", actions[-1].flat, "grad"))
+            for flat, chain in list(pending.items()):
+                if flat in chains or block.moment == END_OF_BACKWARD:
+                    actions += _drained(pending.pop(flat))
+                    continue
+                actions += chain.advance()
+                if chain.started is None:
+                    del pending[flat]
+        for flat, chain in chains.items():
+            actions += chain.advance()
+            pending[flat] = chain
         blocks.append(Block(block.moment, tuple(actions)))
     return tuple(blocks)
 
 
-def _chains(actions: tuple[Action, ...]) -> dict[str, deque[Action]]:
-    chains: dict[str, deque[Action]] = {}
+def _chains(actions: tuple[Action, ...]) -> dict[str, _Chain]:
+    chains: dict[str, _Chain] = {}
     for action in actions:
         if action.subject == "grad":
-            chains.setdefault(action.flat, deque()).append(action)
+            chains.setdefault(action.flat, _Chain(deque())).steps.append(action)
     return chains
 
 
-def _advance(pending: deque[deque[Action]], *, drain: bool) -> list[Action]:
-    """Each pending reduction takes its wait and its next step; with `drain`, all of its steps."""
+def _drained(chain: _Chain) -> list[Action]:
+    """All that is left of a reduction, each step waited for before the next."""
     taken: list[Action] = []
-    for _ in range(len(pending)):
-        chain = pending.popleft()
-        flat = chain[0].flat
-        while chain:
-            taken.append(chain.popleft())  # the wait
-            if not chain:
-                break
-            taken.append(chain.popleft().on("reduce"))
-            chain.appendleft(Action("wait", flat, "grad"))
-            if not drain:
-                pending.append(chain)
-                break
+    while chain.started is not None or chain.steps:
+        taken += chain.advance()
     return taken

@@ -1,5 +1,6 @@
 """Hooks to events, the recorder of the first step, and the executor of the program."""
 
+from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffers import BufferSync
 from shardwise.runtime.compiled import check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
@@ -7,4 +8,14 @@ from shardwise.runtime.hooks import NO_COPY, changed_inside
 from shardwise.runtime.mover import Mover
 from shardwise.runtime.runner import Runner
 
-__all__ = ["NO_COPY", "BoundBlock", "BufferSync", "Executor", "Mover", "Runner", "changed_inside", "check_backend"]
+__all__ = [
+    "NO_COPY",
+    "Agreement",
+    "BoundBlock",
+    "BufferSync",
+    "Executor",
+    "Mover",
+    "Runner",
+    "changed_inside",
+    "check_backend",
+]

@@ -9,12 +9,15 @@ import torch
 
 from shardwise.comm import Collectives, Group, Journal
 from shardwise.errors import ProgramError
-from shardwise.program import Action, Block, Moment, Program
+from shardwise.program import Action, Block, Buffer, Moment, Program
+from shardwise.runtime.agree import Agreement
 from shardwise.runtime.mover import Mover
 from shardwise.storage import Flat
 from shardwise.telemetry import ON_THE_WAY, Timeline
 
 Call = Callable[[], None]
+_TRAVELS_AS: dict[Buffer, str] = {"full": "param", "sum": "grad", "matrix": "update", "given": "update"}
+"""What a timeline calls that of which a buffer is made."""
 
 
 class BoundBlock:
@@ -50,12 +53,14 @@ class BoundBlock:
 
     def _timed(self, action: Action, call: Call) -> None:
         """Make the call as a span of the host, known to the profiler of torch too; follow what it sends on its way."""
-        travelling = f"{action.flat} {action.subject if action.subject in ('grad', 'update') else 'param'}"
-        if action.communicates and action.stream != "compute":
+        effect = action.effect
+        made = effect.makes or effect.waits
+        travelling = f"{action.flat} {_TRAVELS_AS.get(made, made) if made is not None else ''}"
+        if effect.sends and action.stream != "compute":
             self._timeline.begin(ON_THE_WAY, travelling, action=str(action))
         with self._timeline.span(str(action), moment=str(self.moment)), torch.profiler.record_function(str(action)):
             call()
-        if action.verb == "wait":
+        if effect.waits is not None:
             self._timeline.end(ON_THE_WAY, travelling)
 
 
@@ -64,13 +69,14 @@ class Executor:
 
     def __init__(self, flats: Sequence[Flat], collectives: Collectives, groups: Mapping[str, Group]) -> None:
         self.timeline = Timeline()
+        self.agreement = Agreement(collectives, groups)
         self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}
         self.journal = collectives.journal
         self.rest = collectives.rest
         self._common: dict[str, Callable[[Action], None]] = {}
 
     def provide(self, subject: str, call: Callable[[Action], None]) -> None:
-        """Who does what is not a move of one flat buffer: everything with `verdict`, `buffers`, `norms`, `update`."""
+        """Who does all that has this subject: what is not a move of one flat buffer."""
         self._common[subject] = call
 
     def bind(self, program: Program) -> tuple[BoundBlock, ...]:
@@ -81,49 +87,11 @@ class Executor:
         self._bind_block(Block(moment, tuple(actions))).run()
 
     def _bind_block(self, block: Block) -> BoundBlock:
-        in_step = block.moment.phase == "step"
-        last_wait = {
-            action.flat: index
-            for index, action in enumerate(block.actions)
-            if (action.verb, action.subject) == ("wait", "grad")
-        }
-        calls = [
-            self._call(action, in_step=in_step, is_last=self._is_last(block, index, last_wait))
-            for index, action in enumerate(block.actions)
-        ]
-        return BoundBlock(block, calls, self.journal, self.timeline)
+        return BoundBlock(block, [self._call(action) for action in block.actions], self.journal, self.timeline)
 
-    def _is_last(self, block: Block, index: int, last_wait: Mapping[str, int]) -> bool:
-        """Whether the wait at `index` ends its reduction: no further step of it starts in this block."""
-        action = block.actions[index]
-        if last_wait.get(action.flat) != index:
-            return False
-        later = block.actions[index + 1 :]
-        return not any(other.flat == action.flat and other.subject == "grad" for other in later)
-
-    def _call(self, action: Action, *, in_step: bool, is_last: bool) -> Call:
+    def _call(self, action: Action) -> Call:
         if action.subject in self._common:
             return partial(self._common[action.subject], action)
-        mover = self.movers[action.flat]
-        match action.verb, action.subject:
-            case "gather", _:
-                return (
-                    partial(mover.gather_param, action.over)
-                    if in_step
-                    else partial(mover.gather, action.over, action.subject)
-                )
-            case "wait", "full":
-                return mover.wait_full
-            case "wait", "param":
-                return mover.wait_param
-            case "wait", "grad":
-                return partial(mover.wait_grad, in_step=in_step, is_last=is_last)
-            case "free", "full":
-                return mover.flat.free_full
-            case "slice", "held":
-                return mover.flat.hold
-            case "cast", "param":
-                return mover.flat.accept_master
-            case (("reduce_scatter" | "all_reduce" | "slice" | "cast"), "grad"):
-                return partial(mover.reduce, action, in_step=in_step)
-        raise ProgramError(f"'{action}' is not something a runtime can do.")
+        if action.flat not in self.movers:
+            raise ProgramError(f"'{action}' is of no flat buffer of this model.")
+        return self.movers[action.flat].method(action)

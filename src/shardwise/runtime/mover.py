@@ -1,22 +1,22 @@
 """The moves of one flat buffer: memory on one side, collectives on the other.
 
-Each method is one action of the program. Those that make or drop the whole buffer may be asked twice:
-a buffer that is whole already is not gathered again.
+For every action of a program that concerns one flat buffer there is the method `verb_subject`, which does what
+`program/effects.py` says of it. Those that make or drop the whole buffer may be asked twice: a buffer that is whole
+already is not gathered again.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import torch
 
-from shardwise.comm import Collectives, Group, Work, sum_small
-from shardwise.errors import CommError
+from shardwise.comm import Collectives, Group, Work
+from shardwise.errors import CommError, ProgramError
 from shardwise.placement import Axes, Span
-from shardwise.program import Action, reduce_due, step_gradients
+from shardwise.program import Action, adds_in_place, reduce_due, step_gradients
 from shardwise.storage import Flat, FullState, Inbox, torch_dtype
 
 Tensor = torch.Tensor
@@ -43,29 +43,65 @@ class Mover:
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
         """Whether gradients wait just as the update needs them, so that nothing moves at the step."""
 
-    # -- parameters -------------------------------------------------------------------------------------
+    def method(self, action: Action) -> Callable[[], None]:
+        """What does `action`: its verb and subject say which method it is."""
+        method: Callable[[Action], None] | None = getattr(self, f"{action.verb}_{action.subject}", None)
+        if method is None:
+            raise ProgramError(f"'{action}' is not something a runtime can do.")
+        return partial(method, action)
 
-    def gather(self, axis: str, subject: str) -> None:
-        """Start to make `full` whole over `axis`, from what rests or what is held."""
+    # -- parameters, in a pass ----------------------------------------------------------------------------
+
+    def gather_param(self, action: Action) -> None:
+        """Start to make `full` whole over one axis, from what rests."""
+        self._gather(action.over, self.flat.param, self.flat.spec.table.param.shard)
+
+    def gather_held(self, action: Action) -> None:
+        """The same from what is held; from what rests, if nothing is."""
+        if self.flat.held is not None:
+            self._gather(action.over, self.flat.held, self.flat.spec.table.held.shard)
+        else:
+            self.gather_param(action)
+
+    def wait_range(self, _: Action) -> None:
+        """A larger range of `full` is there."""
+        self._wait_arriving()
+
+    def wait_full(self, _: Action) -> None:
+        self.settle_gather()
+
+    def free_full(self, _: Action) -> None:
+        self.flat.free_full()
+
+    def slice_held(self, _: Action) -> None:
+        self.flat.hold()
+
+    def settle_gather(self) -> None:
+        """If `full` is on its way, wait for what has been started, and free what is held if it is whole then."""
+        self._wait_arriving()
+        if self.flat.state is FullState.FLYING and not self._spread:
+            if self.flat.common is not None:
+                self.flat.common.wait_closed()
+            self.flat.state = FullState.READY
+            self.flat.free_held()
+
+    def _gather(self, axis: str, source: Tensor, shard: Axes) -> None:
         flat = self.flat
         if flat.is_whole:
             return
         if flat.state is FullState.FLYING and axis not in self._spread:
             return
         if flat.state is FullState.ABSENT:
-            from_held = subject == "held" and flat.held is not None
-            source = flat.held if from_held else flat.param
-            assert source is not None
-            self._spread = flat.spec.table.held.shard if from_held else flat.spec.table.param.shard
+            self._spread = shard
             flat.raise_full()
             if flat.common is None:
-                self._part_of_full(self._spread).copy_(source)
+                self._part_of_full(shard).copy_(source)
         for other in reversed(flat.spec.table.order):
             if other == axis:
                 break
             if other in self._spread:  # nothing was held, so what rests is gathered, over more axes
                 self._gather_over(other)
-                self.wait_full()
+                self._wait_arriving()
         self._gather_over(axis)
 
     def _gather_over(self, axis: str) -> None:
@@ -84,121 +120,129 @@ class Mover:
         ledger.called("gather", group.axis)
         ledger.sent("gather", group.axis, (num_ranks - 1) * (gathered.nbytes // num_ranks))
 
-    def wait_full(self) -> None:
+    def _wait_arriving(self) -> None:
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
-        if self.flat.state is FullState.FLYING and not self._spread:
-            if self.flat.common is not None:
-                self.flat.common.wait_closed()
-            self.flat.state = FullState.READY
-            self.flat.free_held()
 
-    def gather_param(self, axis: str) -> None:
+    # -- parameters, after an update ----------------------------------------------------------------------
+
+    def cast_param(self, _: Action) -> None:
+        self.flat.accept_master()
+
+    def gather_updated(self, action: Action) -> None:
         """Start to bring updated parameters to where they rest, from the ranks that updated them."""
         table = self.flat.spec.table
         if not self._spread:
             self._spread = table.optim.shard
-        self._spread = tuple(other for other in self._spread if other != axis)
+        self._spread = tuple(other for other in self._spread if other != action.over)
         span = self.flat.spec.layout.span(self._spread, self._coordinate).within(self.flat.param_span)
         self._journal.subject = self._name
-        self._arriving = self._collectives.all_gather(self.flat.param[span.start : span.stop], self._groups[axis])
+        self._arriving = self._collectives.all_gather(
+            self.flat.param[span.start : span.stop], self._groups[action.over]
+        )
         if set(self._spread) == set(table.param.shard):
             self._spread = ()
 
-    def wait_param(self) -> None:
-        if self._arriving is not None:
-            self._arriving.wait()
-            self._arriving = None
+    def wait_updated(self, _: Action) -> None:
+        """A larger range of what rests is up to date."""
+        self._wait_arriving()
 
-    def gather_whole(self, whole: Tensor, shard: Axes) -> None:
-        """Make `whole`, of which this rank has filled what `shard` gives it, the same on all ranks; blocks."""
-        for axis in reversed(self.flat.spec.table.order):
-            if axis in shard:
-                shard = tuple(other for other in shard if other != axis)
-                self._journal.subject = self._name
-                self._collectives.all_gather(self._spanned(whole, shard), self._groups[axis]).wait()
+    def wait_param(self, _: Action) -> None:
+        self._wait_arriving()
 
-    def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank of this buffer's axes."""
-        for axis in self.flat.spec.table.axes:
-            self._journal.subject = self._name
-            flag = b"1" in self._collectives.exchange(b"1" if flag else b"0", self._groups[axis])
-        return flag
+    # -- gradients: `grad` from what a backward left, `due` in the step from what has waited for it ----------
 
-    def merged(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """The `facts`, anything JSON can hold, of all ranks of this buffer's axes in one dict; the first one's stay."""
-        known = dict(facts)
-        for axis in self.flat.spec.table.axes:
-            said = self._collectives.exchange(json.dumps(known).encode(), self._groups[axis])
-            known = {key: value for message in reversed(said) for key, value in json.loads(message).items()}
-        return known
-
-    # -- gradients --------------------------------------------------------------------------------------
-
-    def mean_over_ranks(self, values: Tensor) -> Tensor:
-        """The mean of every rank's `values`, one-dimensional and of one length and dtype; blocks. All ranks call."""
-        for axis in self.flat.spec.table.axes:
-            self._journal.subject = self._name
-            values = sum_small(values, self._collectives, self._groups[axis]) / len(self._groups[axis].ranks)
-        return values
-
-    def broadcast(self, values: Tensor) -> None:
-        """Give all ranks rank 0's `values`, one-dimensional and contiguous, in place; blocks. All ranks call."""
-        for axis in self.flat.spec.table.axes if values.numel() else ():
-            group = self._groups[axis]
-            self._journal.subject = self._name
-            self._collectives.broadcast(values, group.ranks[0], group).wait()
-
-    def reduce(self, action: Action, *, in_step: bool) -> None:
-        """Start the next step of this buffer's reduction, or cast or slice what it has come to."""
-        if self._reduction is None:
-            self._reduction = self._first(in_step=in_step)
-        reduction = self._reduction
-        dtype = torch_dtype(action.dtype) if action.dtype != "-" else reduction.current.dtype
-        if action.verb == "cast":
-            reduction.finish(reduction.current.to(dtype))
-            return
-        if action.verb == "slice":  # every rank has the sum, and updates its own part
-            group = self._groups[action.over]
-            reduction.finish(reduction.current.chunk(len(group.ranks))[group.index].clone())
-            return
-        group, source = self._groups[action.over], reduction.current
-        if action.verb == "reduce_scatter":
-            numel = source.numel() // len(group.ranks)
-            in_place = source.dtype == dtype and self.flat.is_in_room(source)
-            own = slice(group.index * numel, (group.index + 1) * numel)
-            out = source[own] if in_place else self.flat.sum_memory(numel, dtype)
-            self._journal.subject = self._name
-            work = self._collectives.reduce_scatter(out, source, group, self._wire)
+    def reduce_scatter_grad(self, action: Action) -> None:
+        """Start to sum over one axis; each rank gets its part."""
+        reduction, group = self._sum(action), self._groups[action.over]
+        source, dtype = reduction.current, self._dtype_of(action, reduction)
+        numel, flat = source.numel() // len(group.ranks), self.flat
+        is_kept, is_same_dtype = flat.is_in_room(source), source.dtype == dtype
+        if adds_in_place(action.effect, is_same_dtype=is_same_dtype, is_kept=is_kept):
+            out = source[group.index * numel : (group.index + 1) * numel]
         else:
-            can_stay = self.flat.is_in_room(source) or not self._collectives.is_buffer_scarce
-            out = source if source.dtype == dtype and can_stay else self.flat.sum_memory(source.numel(), dtype)
-            self._journal.subject = self._name
-            work = self._collectives.all_reduce(out, source, group, self._wire)
+            out = flat.sum_memory(numel, dtype)
+        self._journal.subject = self._name
+        work = self._collectives.reduce_scatter(out, source, group, self._wire)
         reduction.start(out, work, self._staging_bytes(action, source, group))
 
-    def wait_grad(self, *, in_step: bool, is_last: bool) -> None:
-        """Finish a step of the reduction; after the last one its result waits with the flat buffer."""
-        reduction = self._reduction
-        if reduction is None:
-            return
+    def all_reduce_grad(self, action: Action) -> None:
+        """Start to sum over one axis; each rank gets all of it."""
+        reduction, group = self._sum(action), self._groups[action.over]
+        source, dtype = reduction.current, self._dtype_of(action, reduction)
+        is_kept, is_same_dtype = self.flat.is_in_room(source), source.dtype == dtype
+        can_stay = is_kept or not self._collectives.is_buffer_scarce
+        if can_stay and adds_in_place(action.effect, is_same_dtype=is_same_dtype, is_kept=is_kept):
+            out = source
+        else:
+            out = self.flat.sum_memory(source.numel(), dtype)
+        self._journal.subject = self._name
+        work = self._collectives.all_reduce(out, source, group, self._wire)
+        reduction.start(out, work, self._staging_bytes(action, source, group))
+
+    def cast_grad(self, action: Action) -> None:
+        reduction = self._sum(action)
+        reduction.finish(reduction.current.to(self._dtype_of(action, reduction)))
+
+    def slice_due(self, action: Action) -> None:
+        """Every rank has the sum, and updates its own part."""
+        reduction, group = self._sum(action), self._groups[action.over]
+        reduction.finish(reduction.current.chunk(len(group.ranks))[group.index].clone())
+
+    reduce_scatter_due, all_reduce_due, cast_due = reduce_scatter_grad, all_reduce_grad, cast_grad
+
+    def wait_sum(self, _: Action) -> None:
+        """A sum over some of the axes is there."""
+        if self._reduction is not None:
+            self._reduction.wait()
+
+    def wait_grad(self, _: Action) -> None:
+        """The gradient of one more backward waits for the step."""
+        if self._reduction is not None:
+            self.flat.keep_grad(self._ended(self._reduction))
+
+    def wait_due(self, _: Action) -> None:
+        """The update can read its gradient."""
+        if self._reduction is not None:
+            self.flat.keep_due(self._ended(self._reduction))
+
+    def _sum(self, action: Action) -> _Reduction:
+        """What gradients have been summed to so far; at first, where the action's subject has them from."""
+        if self._reduction is None:
+            self._reduction = self._of_backward() if action.subject == "grad" else self._of_waiting()
+        return self._reduction
+
+    def _of_backward(self) -> _Reduction:
+        inbox = self.flat.open_inbox()
+        return _Reduction(inbox.memory, self.flat, inbox)
+
+    def _of_waiting(self) -> _Reduction:
+        source = self.flat.take_grad()
+        if source is None:  # no backward reached this buffer here, but others may wait for our part
+            numel, dtype = self.flat.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
+            source = self.flat.sum_memory(numel, dtype).zero_()
+        return _Reduction(source, self.flat, None)
+
+    def _dtype_of(self, action: Action, reduction: _Reduction) -> torch.dtype:
+        return torch_dtype(action.dtype) if action.dtype != "-" else reduction.current.dtype
+
+    def _ended(self, reduction: _Reduction) -> Tensor:
+        """What a reduction has come to, once its last step is done."""
         reduction.wait()
-        if is_last:
-            self._reduction = None
-            reduction.release()
-            (self.flat.keep_due if in_step else self.flat.keep_grad)(reduction.current)
+        self._reduction = None
+        reduction.release()
+        return reduction.current
 
     def settle_reduction(self) -> None:
         """Bring a reduction that the program left under way to its end."""
         while self._reduction is not None:
-            rest = self._rest_of(self._reduction)
-            self.wait_grad(in_step=False, is_last=not rest)
-            if rest:
-                self.reduce(rest[0], in_step=False)
-
-    def _rest_of(self, reduction: _Reduction) -> tuple[Action, ...]:
-        return self._chain[reduction.num_started :]
+            started = self._reduction.num_started
+            if started == len(self._chain):
+                self.wait_grad(self._chain[-1])
+            else:
+                self.wait_sum(self._chain[started])
+                self.method(self._chain[started])()
 
     def keep_due(self) -> None:
         """Where gradients wait as the update needs them, nothing moves."""
@@ -220,14 +264,6 @@ class Mover:
         self._spread = ()
         if self.flat.state is FullState.FLYING:
             self.flat.state = FullState.READY
-
-    def _first(self, *, in_step: bool) -> _Reduction:
-        inbox = None if in_step else self.flat.open_inbox()
-        source = inbox.memory if inbox is not None else self.flat.take_grad()
-        if source is None:  # no backward reached this buffer here, but others may wait for our part
-            numel, dtype = self.flat.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
-            source = self.flat.sum_memory(numel, dtype).zero_()
-        return _Reduction(source, self.flat, inbox)
 
     def _staging_bytes(self, action: Action, source: Tensor, group: Group) -> int:
         """What the collective holds besides: the others' chunks, and ours if they are cast to be sent.

@@ -14,7 +14,7 @@ from shardwise.access import Access
 from shardwise.errors import ModelError, StateError
 from shardwise.gradients import Gradients
 from shardwise.placement import Slot
-from shardwise.runtime import Mover, Runner, changed_inside
+from shardwise.runtime import Agreement, Runner, changed_inside
 from shardwise.storage import Flat, Unit
 from shardwise.tensors.handles import Resting, Whole
 from shardwise.tensors.use import plainly, use
@@ -32,13 +32,13 @@ class Owner:
         self,
         units: Sequence[Unit],
         runner: Runner,
-        movers: Mapping[str, Mover],
+        agreement: Agreement,
         access: Access,
         gradients: Gradients,
         before_change: Callable[[], None],
     ) -> None:
         self.runner = runner
-        self.movers = movers
+        self.agreement = agreement
         self.access = access
         self.gradients = gradients
         self.before_change = before_change
@@ -163,7 +163,7 @@ class ParamHome:
         owner.before_change()
         owner.runner.open_params()
         flat_values = values.reshape(-1)
-        owner.movers[flat.name].broadcast(flat_values)
+        owner.agreement.broadcast(flat, flat_values)
         flat.accept_edit(self._index, flat_values)
         owner.runner.close_params()
 
