@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.birth import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
-from shardwise.comm import Commons, World
+from shardwise.comm import Commons, DataGroup, World
 from shardwise.config import Plan, flatten
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
@@ -90,12 +90,13 @@ def lay(
     for optimizer in optimizers:
         check_same_settings(hyperparameters(optimizer), "optimizer", world)
     mesh = mesh_for(plan, world.size, world.local_size)
+    data_group = DataGroup(world, mesh)
     table_for(plan, mesh)  # of a plan that does not fit the world one should hear first
     check_model(model)
     updates = vet(optimizers, model)
-    check_same_everywhere(model, world)
+    check_same_everywhere(model, data_group)
     designed = design(model, plan, world)
-    values = FirstValues(model, wishes, world)
+    values = FirstValues(model, wishes, world, data_group)
     check_batch_norms(model, designed, values.device)
     sharding = designed.carry_out(world, values.device, updates)
     values.settle(sharding.units)

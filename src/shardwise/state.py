@@ -109,7 +109,7 @@ class State:
 def content(works: Works) -> Content:
     """What a checkpoint holds of this rank, in live memory."""
     own_buffers = not works.plan.sync_buffers
-    return content_of(works.model, works.flats, works.optimizer, works.world.rank, own_buffers=own_buffers)
+    return content_of(works.model, works.flats, works.optimizer, works.data_group.place, own_buffers=own_buffers)
 
 
 def reshard(works: Works, plan: Plan) -> Works:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.access import Access
-from shardwise.comm import World
+from shardwise.comm import DataGroup, World
 from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
@@ -59,6 +59,7 @@ class Works:
         self.world = world
         self.sharding = sharding
         self.plan, self.mesh, self.table = sharding.plan, sharding.mesh, sharding.table
+        self.data_group = DataGroup(world, self.mesh)
         self.flats = [flat for unit in sharding.units for flat in unit.flats]
         self.progress = progress
         self.before_change = before_change
@@ -79,8 +80,9 @@ class Works:
         collectives.prepare(self.mesh)
         groups = {axis: self.world.group(self.mesh, axis) for axis in self.mesh.axes}
         company = Company(self.flats, collectives, self.mesh, self.world.rank, self._during_step)
-        self._buffers = BufferSync(self.model, self.world)
-        shares_buffers = self.plan.sync_buffers and self.world.size > 1
+        exchange = self.data_group.exchange
+        self._buffers = BufferSync(self.model, self.data_group)
+        shares_buffers = self.plan.sync_buffers and self.data_group.size > 1
         self._verdict = Verdict(self.flats, collectives, groups, self._buffers.has_news if shares_buffers else None)
         executor = Executor(self.flats, collectives, groups)
         executor.provide("verdict", lambda action: self._verdict.sum_over(action.over))
@@ -93,7 +95,7 @@ class Works:
             self.model,
             self.sharding.units,
             executor,
-            self.world.exchange,
+            exchange,
             self.sharding.commons,
             prefetch_bytes=None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes,
             compile_backend=self.plan.compile,
@@ -104,7 +106,7 @@ class Works:
             agreement,
             self.runner,
             self._verdict,
-            self.world.exchange,
+            exchange,
             lambda: self.progress.scaler,
         )
         self.access = Access(self.model, self.runner, self.flats, agreement, self.optimizer)

@@ -101,3 +101,14 @@ def test_an_axis_that_is_not_there_is_named_with_the_nearest() -> None:
         mesh.size("dp")
     with pytest.raises(ConfigError, match="'dp'"):
         mesh.group(0, "dp")
+
+
+@given(MESHES)
+def test_data_axes_are_those_that_mean_no_other_parallelism(mesh: Mesh) -> None:
+    assert set(mesh.data_axes) == set(mesh.axes) & {"dp", "node", "local"}
+    groups = {mesh.among(rank, mesh.data_axes) for rank in range(mesh.world_size)}
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+    assert {len(group) for group in groups} == {mesh.num_data_ranks}
+    assert all(mesh.among(rank, mesh.axes) == tuple(range(mesh.world_size)) for rank in range(mesh.world_size))
+    for axis in mesh.axes:
+        assert all(mesh.among(rank, [axis]) == mesh.group(rank, axis) for rank in range(mesh.world_size))

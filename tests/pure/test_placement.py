@@ -14,7 +14,7 @@ from drawn import ONE, TWO, meshes, shards, tables, with_dtypes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import Plan, load_plan
+from shardwise.config import PlaceEdit, Plan, Rows, load_plan
 from shardwise.errors import ConfigError, PlacementError
 from shardwise.mesh import Mesh
 from shardwise.placement import (
@@ -473,6 +473,15 @@ def test_axes_of_another_parallelism_are_refused(axis: str) -> None:
         with pytest.raises(ConfigError, match=rf"has the axis '{axis}', which means \w+ parallelism"):
             mesh_for(Plan(mesh={"dp": 2, axis: size}), 8)
     assert str(mesh_for(Plan(mesh={"dp": 8, axis: 1}), 8)) == f"dp=8 x {axis}=1"
+
+
+def test_a_table_is_over_the_data_axes_alone() -> None:
+    mesh = Mesh(("pp", "node", "local", "tp"), (2, 2, 2, 2))
+    table = table_for(Plan(preset="zero3"), mesh)
+    assert table.axes == table.param.shard == ("node", "local")
+    assert table_for(Plan(preset="hsdp"), mesh).param.shard == ("local",)
+    with pytest.raises(PlacementError, match="axis 'tp', but the data-parallel axes are node, local"):
+        table_for(Plan(preset="zero1", rows=Rows(optim=PlaceEdit(shard=("node", "local", "tp")))), mesh)
 
 
 def test_an_unknown_preset_has_a_nearest_one() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shardwise.comm import World
+from shardwise.comm import DataGroup, World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.storage import is_at_rest
 
@@ -73,19 +73,21 @@ def _refuse_lazy(model: nn.Module) -> None:
                 )
 
 
-def check_same_everywhere(model: nn.Module, world: World) -> None:
-    """Raise on every rank, naming the first difference, unless all ranks built the same parameters. All ranks call."""
+def check_same_everywhere(model: nn.Module, data_group: DataGroup) -> None:
+    """Raise on every rank, naming the first difference, unless all of its data-parallel group built the same
+    parameters. All ranks call."""
     mine = [
         [name, list(param.shape), str(param.dtype), param.requires_grad] for name, param in model.named_parameters()
     ]
     mine += [[name, list(buffer.shape), str(buffer.dtype), False] for name, buffer in model.named_buffers()]
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
-    digests = world.exchange(digest)
+    digests = data_group.exchange(digest)
     if len(set(digests)) == 1:
         return
-    theirs = [json.loads(message) for message in world.exchange(json.dumps(mine).encode())]
-    odd = next(rank for rank, other in enumerate(theirs) if other != theirs[0])
-    raise ModelError(f"The ranks built different models: {_first_difference(theirs[0], theirs[odd], odd)}")
+    theirs = [json.loads(message) for message in data_group.exchange(json.dumps(mine).encode())]
+    odd = next(place for place, other in enumerate(theirs) if other != theirs[0])
+    ranks = data_group.rank_at(0), data_group.rank_at(odd)
+    raise ModelError(f"The ranks built different models: {_first_difference(theirs[0], theirs[odd], ranks)}")
 
 
 def check_same_settings(settings: Mapping[str, object], kind: str, world: World) -> None:
@@ -108,11 +110,11 @@ def check_same_settings(settings: Mapping[str, object], kind: str, world: World)
     raise ConfigError(f"The ranks were given different {kind}s: {shown}{more}. Give all ranks the same {kind}.")
 
 
-def _first_difference(zero: list[list[object]], other: list[list[object]], rank: int) -> str:
-    for one, two in zip(zero, other, strict=False):
+def _first_difference(first: list[list[object]], other: list[list[object]], ranks: tuple[int, int]) -> str:
+    for one, two in zip(first, other, strict=False):
         if one != two:
             return (
-                f"rank 0 has {one[0]} {one[1]} {one[2]} where rank {rank} has {two[0]} {two[1]} {two[2]}. "
+                f"rank {ranks[0]} has {one[0]} {one[1]} {one[2]} where rank {ranks[1]} has {two[0]} {two[1]} {two[2]}. "
                 f"Build the model from the same configuration on all ranks."
             )
-    return f"rank 0 has {len(zero)} parameters and buffers, rank {rank} has {len(other)}."
+    return f"rank {ranks[0]} has {len(first)} parameters and buffers, rank {ranks[1]} has {len(other)}."

@@ -2,7 +2,7 @@
 
 Sources, by name: weights in files; a history to replay (a deferred model, or one from the meta device whose
 initialisers were recorded); or the model's own tensors. If all ranks would make the same values, each makes its own
-and nothing is sent. Otherwise rank 0's are broadcast, a unit at a time.
+and nothing is sent. Otherwise those of the first rank (of the data-parallel group) are broadcast, a unit at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.birth.files import WeightFiles
 from shardwise.birth.match import Match, match
 from shardwise.birth.meta import Init, record_init
 from shardwise.birth.tape import Origin, Ref, digest_of, origin_of, replay, tensor_bytes
-from shardwise.comm import World
+from shardwise.comm import DataGroup, World
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.placement import Span
 from shardwise.storage import Flat, Unit, copy_into, is_dense
@@ -44,10 +44,10 @@ class Wishes:
 class FirstValues:
     """The first values of one model on this rank: found when this is made, and put in place by `settle`."""
 
-    def __init__(self, model: nn.Module, wishes: Wishes, world: World) -> None:
+    def __init__(self, model: nn.Module, wishes: Wishes, world: World, data_group: DataGroup) -> None:
         """All ranks call. Raises on all of them, before anything is changed, if the files are of another model."""
         self._model = model
-        self._world = world
+        self._data_group = data_group
         self._wishes = wishes
         own_device = check_model(model)
         self._is_meta = own_device.type == "meta"
@@ -87,8 +87,8 @@ class FirstValues:
                 undefer(param)
 
     def _can_settle_alone(self) -> bool:
-        """Whether every rank would make the same values by itself. All ranks call."""
-        if self._world.size == 1:
+        """Whether every rank of the group would make the same values by itself. All ranks call."""
+        if self._data_group.size == 1:
             return True
         if not self._is_meta and not self._is_deferred and self._match is None:
             return False  # to compare whole models would cost more than to send one
@@ -97,7 +97,7 @@ class FirstValues:
         for param in left:
             if origin_of(param) is None:
                 digest.update(tensor_bytes(param))
-        return len(set(self._world.exchange(digest.digest()))) == 1
+        return len(set(self._data_group.exchange(digest.digest()))) == 1
 
     # -- flat buffers -----------------------------------------------------------------------------------
 
@@ -112,8 +112,8 @@ class FirstValues:
             slot = flat.slots[index]
             return self._values(slot.name, flat.params[index], Span(0, slot.numel))
 
-        whole = flat.collect(piece if self._world.rank == 0 else None)
-        self._from_rank_0(whole)
+        whole = flat.collect(piece if self._data_group.is_first else None)
+        self._from_first(whole)
         flat.settle(whole)
 
     # -- the rest ---------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class FirstValues:
         for name, param in self._model.named_parameters():
             if param not in settled:
                 param.data = self._whole(name, param)
-                self._from_rank_0(param.detach())
+                self._from_first(param.detach())
 
     def _settle_buffers(self) -> None:
         moved: dict[Tensor, Tensor] = {}
@@ -147,7 +147,7 @@ class FirstValues:
             buffer.data = self._whole(name, buffer)
         elif buffer.device != self.device:
             buffer = buffer.to(self.device)
-        self._from_rank_0(buffer.detach())
+        self._from_first(buffer.detach())
         return buffer
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -171,11 +171,11 @@ class FirstValues:
             self._replayed = origin, replay([origin])[origin]
         return Ref.to(tensor, origin).on(self._replayed[1]).reshape(-1)[span.start : span.stop]
 
-    def _from_rank_0(self, tensor: Tensor) -> None:
-        if self._world.size == 1 or tensor.numel() == 0:
+    def _from_first(self, tensor: Tensor) -> None:
+        if self._data_group.size == 1 or tensor.numel() == 0:
             return
         sent = tensor.contiguous()
-        self._world.collectives(tensor.device).broadcast(sent.view(-1), 0, self._world.everybody).wait()
+        self._data_group.broadcast(sent.view(-1))
         if sent.data_ptr() != tensor.data_ptr():
             copy_into(tensor, sent)
 

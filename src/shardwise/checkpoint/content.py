@@ -67,13 +67,13 @@ def content_of(
     model: nn.Module,
     flats: Sequence[Flat],
     optimizer: AdoptedOptimizer | None,
-    rank: int,
+    place: int,
     *,
     own_buffers: bool = False,
 ) -> Content:
-    """The content as it lies on `rank` of the mesh.
+    """The content as it lies on the rank at `place` of its data-parallel group.
 
-    Buffers are rank 0's, which after each step all ranks share; with `own_buffers` every rank has its own.
+    Buffers are the first one's, which after each step all ranks share; with `own_buffers` every rank has its own.
     """
     every = list(model.named_parameters(remove_duplicate=False))
     first: dict[Tensor, str] = {}
@@ -84,11 +84,11 @@ def content_of(
     loose = [(name, param.detach()) for param, name in first.items() if param not in sharded]
     in_sight = [flat.full for flat in flats] + [tensor for _, tensor in loose]
     written = _add_params(content, flats, in_sight={one.untyped_storage().data_ptr() for one in in_sight})
-    kind = f"buffer.{rank}" if own_buffers and rank else "buffer"
+    kind = f"buffer.{place}" if own_buffers and place else "buffer"
     for name, tensor in (*loose, *_persistent_buffers(model)):
         content.shapes[name] = tuple(tensor.shape)
         span = Span(0, tensor.numel())
-        content.entries.append(Entry(kind, name, span, tensor, span if own_buffers or rank == 0 else NOTHING))
+        content.entries.append(Entry(kind, name, span, tensor, span if own_buffers or place == 0 else NOTHING))
     if optimizer is not None:
         _add_states(content, optimizer, written)
         content.groups = _groups(optimizer)
@@ -110,12 +110,12 @@ def written_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> S
 def _given(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
     """Of a flat buffer, the elements that this rank gives away.
 
-    Copies lie along the axes over which the buffer is not sharded. It divides evenly among all ranks, and so does what
-    one rank keeps among its copies.
+    Copies lie along the data axes over which the buffer is not sharded. It divides evenly among the ranks along data
+    axes, and so does what one rank keeps among its copies.
     """
     shard = _kept_shard(spec)
     place, num_copies = 0, 1
-    for axis in spec.mesh.axes:
+    for axis in spec.mesh.data_axes:
         if axis not in shard:
             place = place * spec.mesh.size(axis) + coordinate[axis]
             num_copies *= spec.mesh.size(axis)

@@ -3,6 +3,7 @@
 from shardwise.comm.board import last_words
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.commons import Common, Commons, Part
+from shardwise.comm.data_group import DataGroup
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
 from shardwise.comm.meeting import Meeting
@@ -17,6 +18,7 @@ __all__ = [
     "Collectives",
     "Common",
     "Commons",
+    "DataGroup",
     "Done",
     "Group",
     "Journal",

@@ -1,16 +1,29 @@
 """Ranks as points of a grid with named axes.
 
+Along a *data axis* ranks train the same model, each with batches of its own. Along a *model axis* they share in one
+batch, and may hold parts of the model that the others have not; its name says what kind of sharing it is.
+
 Rank numbers run row-major: the last axis varies fastest, so it should be the one with the fastest
 links. `Mesh({"node": 2, "local": 4})` puts ranks 0-3 on node 0.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError, nearest
+
+MODEL_AXES = {
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "sp": "sequence parallelism",
+    "ep": "expert parallelism",
+    "cp": "context parallelism",
+}
+"""What everybody takes these names for. All others are data axes: over them a plan shards or copies."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,15 @@ class Mesh:
     def world_size(self) -> int:
         return math.prod(self.sizes)
 
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.axes if axis not in MODEL_AXES)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many ranks share the parameters of one part of the model."""
+        return math.prod(self.size(axis) for axis in self.data_axes)
+
     def size(self, axis: str) -> int:
         return self.sizes[self._index(axis)]
 
@@ -74,6 +96,13 @@ class Mesh:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Every line along `axis`, in rank order: what all ranks must create together."""
         return sorted({self.group(rank, axis) for rank in range(self.world_size)})
+
+    def among(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` only, itself included, in rank order."""
+        here, free = self.coordinate(rank), set(axes)
+        self.require(free, "This group")
+        places = ((range(self.size(axis)) if axis in free else (here[axis],)) for axis in self.axes)
+        return tuple(self.rank(dict(zip(self.axes, place, strict=True))) for place in itertools.product(*places))
 
     def require(self, axes: Iterable[str], what: str) -> None:
         """Raise a sentence about `what` if it names an axis that this mesh has not."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.config import PlaceEdit, Plan, Rows, Rule
 from shardwise.errors import ConfigError, PlacementError, nearest
-from shardwise.mesh import Mesh
+from shardwise.mesh import MODEL_AXES, Mesh
 from shardwise.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.placement.table import Table
 
@@ -23,16 +23,17 @@ class Preset:
     known_from: str
 
     def over(self, mesh: Mesh) -> Preset:
-        """The preset with axes of `mesh`: one written for one axis takes all that the mesh has."""
+        """The preset with axes of `mesh`: one written for one axis takes all data axes that the mesh has."""
         if self.axes != DP:
             mesh.require(self.axes, "This preset")
             return self
 
         def spread(place: Place) -> Place:
-            return Place(shard=mesh.axes if place.shard else (), partial=mesh.axes if place.partial else ())
+            axes = mesh.data_axes
+            return Place(shard=axes if place.shard else (), partial=axes if place.partial else ())
 
         return Preset(
-            mesh.axes,
+            mesh.data_axes,
             spread(self.param),
             spread(self.held),
             spread(self.grad),
@@ -44,15 +45,6 @@ class Preset:
 DP, TWO = ("dp",), ("node", "local")
 COPY, SHARD, PARTIAL = Place(), Place(shard=DP), Place(partial=DP)
 LOCAL, BOTH = Place(shard=("local",)), Place(shard=TWO)
-
-MODEL_AXES = {
-    "tp": "tensor parallelism",
-    "pp": "pipeline parallelism",
-    "sp": "sequence parallelism",
-    "ep": "expert parallelism",
-    "cp": "context parallelism",
-}
-"""What everybody takes these names for. Over any other axis a plan shards or copies, and ranks have own batches."""
 
 PRESETS = {
     #                    axes  param  held   grad     optim
@@ -133,7 +125,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
 
     return Table(
-        axes=mesh.axes,
+        axes=mesh.data_axes,
         param=row("param", base.param, compute),
         held=row("held", base.held, compute),
         grad=row("grad", base.grad, states),

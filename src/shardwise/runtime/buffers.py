@@ -1,4 +1,5 @@
-"""Buffers that a forward changes (running statistics): after each step all ranks take rank 0's.
+"""Buffers that a forward changes (running statistics): after each step all ranks of a data-parallel group take the
+first one's, rank 0's where there are no model axes.
 
 [Note: which buffers change] Nobody says it, and it may begin at any time: a batch norm that is unfrozen, a statistic
 that is assigned anew. So before each verdict a rank compares its buffers with what they were when the ranks last
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from shardwise.comm import World
+from shardwise.comm import DataGroup
 from shardwise.errors import ModelError
 from shardwise.storage import copy_into, is_dense
 
@@ -31,8 +32,8 @@ _WORDS = 1024
 class BufferSync:
     """Finds out which buffers change on any rank, and from then on keeps them the same."""
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._world = world
+    def __init__(self, model: nn.Module, data_group: DataGroup) -> None:
+        self._data_group = data_group
         self._owners = {f"{name}." if name else "": module._buffers for name, module in model.named_modules()}
         self._shared: dict[str, Layout] = {}
         """The buffers that are kept the same, and what they are on rank 0."""
@@ -52,18 +53,18 @@ class BufferSync:
 
     def learn(self) -> int:
         """Settle which buffers are kept the same; returns the bytes that a step sends for it. All ranks call."""
-        said = [json.loads(one) for one in self._world.exchange(json.dumps(self._changes()).encode())]
+        said = [json.loads(one) for one in self._data_group.exchange(json.dumps(self._changes()).encode())]
         changed = {name for one in said for name in one["changed"]} | self._shared.keys()
-        on_rank_0 = said[0]["layouts"]
-        for name in sorted(changed & on_rank_0.keys()):
-            shape, dtype, is_dense = on_rank_0[name]
+        of_first = said[0]["layouts"]
+        for name in sorted(changed & of_first.keys()):
+            shape, dtype, is_dense = of_first[name]
             if not is_dense:
                 raise ModelError(
                     f"The buffer {name} has changed, and one that is sparse or quantized cannot be kept the same on "
                     "all ranks. Make it a dense tensor, or let each rank have its own: sync_buffers: false."
                 )
             self._shared[name] = torch.Size(shape), getattr(torch, dtype)
-        self._shared = {name: layout for name, layout in sorted(self._shared.items()) if name in on_rank_0}
+        self._shared = {name: layout for name, layout in sorted(self._shared.items()) if name in of_first}
         present = self._present()
         for name, layout in self._shared.items():
             if name not in present or _layout(present[name]) != layout:
@@ -82,8 +83,8 @@ class BufferSync:
             by_kind.setdefault((buffer.dtype, buffer.device), []).append((name, buffer))
         for named in by_kind.values():
             together = torch.cat([buffer.detach().reshape(-1) for _, buffer in named])
-            self._world.collectives(together.device).broadcast(together, 0, self._world.everybody).wait()
-            if self._world.rank == 0:
+            self._data_group.broadcast(together)
+            if self._data_group.is_first:
                 continue
             start = 0
             for name, buffer in named:

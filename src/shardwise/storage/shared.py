@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -41,8 +40,5 @@ def _part(flat: Flat) -> Part:
 
 
 def _line(axes: Axes, mesh: Mesh, rank: int) -> Group:
-    """The ranks that differ from this one along `axes` only."""
-    here = mesh.coordinate(rank)
-    places = itertools.product(*(range(mesh.size(axis)) for axis in axes))
-    ranks = tuple(sorted(mesh.rank({**here, **dict(zip(axes, place, strict=True))}) for place in places))
+    ranks = mesh.among(rank, axes)
     return Group("+".join(axes), ranks, ranks.index(rank))

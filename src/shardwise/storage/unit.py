@@ -86,7 +86,7 @@ def unit_spec(
     flats = []
     for shelf, named in _shelves(choice, rows).items():
         slots = pack((name, tuple(param.shape)) for name, param in named)
-        numel = padded_numel(slots, mesh.world_size)
+        numel = padded_numel(slots, mesh.num_data_ranks)
         name, table = shelf.name(choice.name), shelf.row.table.on(mesh)
         placed = _placed(slots, named, updates)
         stays_whole = table.param == table.full and bool(table.axes)

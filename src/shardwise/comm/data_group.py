@@ -1,0 +1,55 @@
+"""The data-parallel group of a rank: who trains the same part of the model with other batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from shardwise.comm.group import Group
+from shardwise.comm.world import World
+from shardwise.mesh import Mesh
+
+
+class DataGroup:
+    """The ranks along the data axes of a mesh. What has to be the same for all who hold the same part of the model,
+    or is done by one for all of them, is theirs to agree on: first values, buffers, the order of a backward.
+
+    Without model axes in the mesh they are all ranks of the world.
+    """
+
+    def __init__(self, world: World, mesh: Mesh) -> None:
+        ranks = mesh.among(world.rank, mesh.data_axes)
+        self._world = world
+        self.group = world.everybody
+        self.exchange: Callable[[bytes], list[bytes]] = world.exchange
+        """Everybody's message, by place in the group. All of it call; blocks."""
+        if len(ranks) < world.size:
+            self.group = Group("+".join(mesh.data_axes), ranks, ranks.index(world.rank))
+            self.exchange = partial(_exchange, world, self.group)
+
+    @property
+    def size(self) -> int:
+        return len(self.group.ranks)
+
+    @property
+    def place(self) -> int:
+        """This rank's, counted from 0. The first does what one does for all."""
+        return self.group.index
+
+    @property
+    def is_first(self) -> bool:
+        return self.place == 0
+
+    def rank_at(self, place: int) -> int:
+        """Which rank of the world is there."""
+        return self.group.ranks[place]
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give all ranks of the group the first one's `tensor`, one-dimensional and contiguous, in place; blocks."""
+        self._world.collectives(tensor.device).broadcast(tensor, self.rank_at(0), self.group).wait()
+
+
+def _exchange(world: World, group: Group, message: bytes) -> list[bytes]:
+    return world.collectives(torch.device("cpu")).exchange(message, group)
