@@ -79,7 +79,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     for kind in ("param", "grad", "working"):
         assert report.measured[kind] == report.promised[kind], kind
     assert 0 <= report.measured["optim"] - report.promised["optim"] < 4 * 60, "but for step counters"
-    ledger, planned = engine._works.ledger, engine._works.runner.program
+    ledger, planned = engine._works.ledger, engine._works.runner.programs.program
     coordinate = engine.mesh.coordinate(engine.world.rank)
     held = watch_update(engine)
     x, y = batches(1, rows=4 * engine.world.size)[0]
@@ -94,14 +94,14 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     clock = _Walk({flat.name: flat.spec for flat in engine._works.flats}, coordinate)
     for block in planned.step:
         if block.moment == DURING_STEP:
-            clock.walk(block, engine._works.runner.specs)
+            clock.walk(block, engine._works.runner.programs.specs)
     assert sum(held) == clock.peak
     return {"program": engine.program()}
 
 
 def watch_update(engine: sw.Engine) -> list[int]:
     """From now on the most that each update held while it looked at whole parameters, beyond what was there."""
-    meter, run, peaks = engine._works.sharding.meter, engine._works.runner.during_step, []
+    meter, run, peaks = engine._works.sharding.meter, engine._works.runner.step.during, []
 
     def during_step() -> None:
         before = meter.now.total()
@@ -110,7 +110,7 @@ def watch_update(engine: sw.Engine) -> list[int]:
         assert meter.now.total() == before
         peaks.append(meter.peak_total - before)
 
-    engine._works.runner.during_step = during_step
+    engine._works.runner.step.during = during_step
     return peaks
 
 
@@ -470,7 +470,7 @@ def test_with_rows_by_rule_clipping_and_accumulation(name: str, model: Transform
 
 def measure_step_of(num_micro_batches: int) -> Callable[[sw.Engine], dict[str, Any]]:
     def measure(engine: sw.Engine) -> dict[str, Any]:
-        ledger, planned = engine._works.ledger, engine._works.runner.program
+        ledger, planned = engine._works.ledger, engine._works.runner.programs.program
         engine.world.barrier()
         ledger.clear()
         x, y = batches(1, rows=4)[0]

@@ -5,6 +5,16 @@ from shardwise.runtime.compiled import check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.hooks import NO_COPY, changed_inside
 from shardwise.runtime.mover import Mover
-from shardwise.runtime.runner import Runner
+from shardwise.runtime.runner import Runner, Settings
 
-__all__ = ["NO_COPY", "BoundBlock", "BufferSync", "Executor", "Mover", "Runner", "changed_inside", "check_backend"]
+__all__ = [
+    "NO_COPY",
+    "BoundBlock",
+    "BufferSync",
+    "Executor",
+    "Mover",
+    "Runner",
+    "Settings",
+    "changed_inside",
+    "check_backend",
+]

@@ -166,14 +166,14 @@ class Mover:
         group, source = self._groups[action.over], reduction.current
         if action.verb == "reduce_scatter":
             numel = source.numel() // len(group.ranks)
-            in_place = source.dtype == dtype and self.flat.is_in_room(source)
+            in_place = source.dtype == dtype and self.flat.grads.is_in_room(source)
             own = slice(group.index * numel, (group.index + 1) * numel)
-            out = source[own] if in_place else self.flat.sum_memory(numel, dtype)
+            out = source[own] if in_place else self.flat.grads.sum_memory(numel, dtype)
             self._journal.subject = self._name
             work = self._collectives.reduce_scatter(out, source, group, self._wire)
         else:
-            can_stay = self.flat.is_in_room(source) or not self._collectives.is_buffer_scarce
-            out = source if source.dtype == dtype and can_stay else self.flat.sum_memory(source.numel(), dtype)
+            can_stay = self.flat.grads.is_in_room(source) or not self._collectives.is_buffer_scarce
+            out = source if source.dtype == dtype and can_stay else self.flat.grads.sum_memory(source.numel(), dtype)
             self._journal.subject = self._name
             work = self._collectives.all_reduce(out, source, group, self._wire)
         reduction.start(out, work, self._staging_bytes(action, source, group))
@@ -187,7 +187,7 @@ class Mover:
         if is_last:
             self._reduction = None
             reduction.release()
-            (self.flat.keep_due if in_step else self.flat.keep_grad)(reduction.current)
+            (self.flat.grads.keep_due if in_step else self.flat.grads.keep_grad)(reduction.current)
 
     def settle_reduction(self) -> None:
         """Bring a reduction that the program left under way to its end."""
@@ -202,9 +202,9 @@ class Mover:
 
     def keep_due(self) -> None:
         """Where gradients wait as the update needs them, nothing moves."""
-        grad = self.flat.take_grad()
+        grad = self.flat.grads.take_grad()
         if grad is not None:
-            self.flat.keep_due(grad)
+            self.flat.grads.keep_due(grad)
 
     def abandon(self) -> None:
         """Wait for whatever is on its way and forget it. What will never come has been complained about already."""
@@ -222,11 +222,11 @@ class Mover:
             self.flat.state = FullState.READY
 
     def _first(self, *, in_step: bool) -> _Reduction:
-        inbox = None if in_step else self.flat.open_inbox()
-        source = inbox.memory if inbox is not None else self.flat.take_grad()
+        inbox = None if in_step else self.flat.grads.open_inbox()
+        source = inbox.memory if inbox is not None else self.flat.grads.take_grad()
         if source is None:  # no backward reached this buffer here, but others may wait for our part
-            numel, dtype = self.flat.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
-            source = self.flat.sum_memory(numel, dtype).zero_()
+            numel, dtype = self.flat.grads.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
+            source = self.flat.grads.sum_memory(numel, dtype).zero_()
         return _Reduction(source, self.flat, inbox)
 
     def _staging_bytes(self, action: Action, source: Tensor, group: Group) -> int:
@@ -261,7 +261,7 @@ class _Reduction:
         self._inbox = inbox
         """What `current` is the memory of, as long as it is that of an inbox."""
         self._meter = flat.meter
-        self._meter.hold("working", flat.bytes_beside_room(source))
+        self._meter.hold("working", flat.grads.bytes_beside_room(source))
         self._next: Tensor | None = None
         self._work: Work | None = None
         self._staging_bytes = 0
@@ -270,7 +270,7 @@ class _Reduction:
         self.num_started = 0
 
     def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
-        beside = self._flat.bytes_beside_room
+        beside = self._flat.grads.bytes_beside_room
         is_alike = (out.numel(), beside(out)) == (self.current.numel(), beside(self.current))
         self._is_replaced = out is self.current or is_alike
         if not self._is_replaced:
@@ -285,18 +285,18 @@ class _Reduction:
         self._work.wait()
         self._meter.drop("working", self._staging_bytes)
         if not self._is_replaced:
-            self._meter.drop("working", self._flat.bytes_beside_room(self.current))
+            self._meter.drop("working", self._flat.grads.bytes_beside_room(self.current))
             if self._inbox is not None:
-                self._flat.take_back(self._inbox)
+                self._flat.grads.take_back(self._inbox)
         self._inbox = None
         self.current, self._next, self._work = self._next, None, None
 
     def finish(self, cast: Tensor) -> None:
-        beside = self._flat.bytes_beside_room
+        beside = self._flat.grads.bytes_beside_room
         self._meter.hold("working", beside(cast) - beside(self.current))
         self.current, self._inbox = cast, None
         self.num_started += 1
 
     def release(self) -> None:
         """From here on whoever takes `current` counts its bytes."""
-        self._meter.drop("working", self._flat.bytes_beside_room(self.current))
+        self._meter.drop("working", self._flat.grads.bytes_beside_room(self.current))
