@@ -167,7 +167,7 @@ def test_augmentation_depends_on_epoch_and_position_alone() -> None:
     def noisy(sample: int, generator: np.random.Generator) -> float:
         return float(generator.random())
 
-    options: dict[str, Any] = {"transform": noisy, "batch_rows": 4, "steps": 6}
+    options: dict[str, Any] = {"samples": Samples(transform=noisy), "batch_rows": 4, "steps": 6}
     whole = take(Loader(Lines(10), **options), 6)
     halves = [take(Loader(Lines(10), world=(rank, 2), **options), 6) for rank in range(2)]
     assert [one + two for one, two in zip(*halves, strict=True)] == whole
