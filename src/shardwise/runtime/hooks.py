@@ -270,6 +270,7 @@ class Hooks:
         self._open_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
+        grads = flat.grads
         for index, param in enumerate(flat.params):
 
             def arrived(param: Tensor, index: int = index) -> None:
@@ -291,8 +292,8 @@ class Hooks:
                     )
                 if not self._awaits_end:
                     self._await_end()
-                flat.grads.arrive(index, grad)
-                if flat.grads.complete():
+                grads.arrive(index, grad)
+                if grads.complete():
                     self._close_backward(unit)
 
             handle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
