@@ -72,7 +72,8 @@ class AdamW(Cooperative):
                 continue
             state = self._stepped(param)
             kind = self._kind(param, group)
-            if kind == "fp32" and state["exp_avg"].dtype == param.dtype == param.grad.dtype:
+            is_alike = state["exp_avg"].dtype == param.dtype == param.grad.dtype and param.is_contiguous()
+            if kind == "fp32" and is_alike:
                 together.add(param, param.grad, state, group)
             else:
                 self._update_slices(number, param, param.grad, kind, group)
@@ -162,8 +163,10 @@ class Together:
         self._groups: dict[int, Mapping[str, Any]] = {}
 
     def add(self, param: Tensor, grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-        """`state` has the moments, and the number of the step that is taken."""
+        """`state` has the moments, in memory as `param` is, and the number of the step that is taken."""
         self._groups[id(group)] = group
+        if grad.stride() != param.stride():  # torch's kernel goes through memory, and asks nobody
+            grad = torch.empty_like(param).copy_(grad)
         key = (id(group), int(state["step"]), param.dtype, param.device)
         self._alike.setdefault(key, []).append((param, grad, state["exp_avg"], state["exp_avg_sq"]))
 

@@ -31,8 +31,7 @@ class Step:
         self._gathering = gathering
         self._closings = closings
         self._commons = commons
-        flats = [flat for unit in gathering.units for flat in unit.flats]
-        self._keeps_memory = all(flat.resident for flat in (flat.spec for flat in flats))
+        self._keeps_memory = all(flat.spec.resident for unit in gathering.units for flat in unit.flats)
         """Where parameters come and go it is memory that is short, and the forward shall have it."""
 
     def before(self) -> None:
