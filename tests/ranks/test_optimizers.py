@@ -419,6 +419,19 @@ def test_an_optimizer_with_narrow_states_can_be_saved_by_torch(model: Transforme
     theirs.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("name", ["AdamW", "the rest of Muon"])
+def test_gradients_that_lie_in_memory_otherwise_than_their_parameters(name: str) -> None:
+    torch.manual_seed(0)
+    start, grad = torch.randn(96, 64), torch.randn(96, 64)
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    for param, its_grad in zip(params, (grad, grad.T.contiguous().T), strict=True):
+        optimizer = AdamW([param]) if name == "AdamW" else Muon([{"params": [param], "use_muon": False}])
+        param.grad = its_grad
+        optimizer.step()
+    assert not torch.equal(params[0], start)
+    assert torch.equal(*params)
+
+
 @pytest.mark.parametrize("name", ["adamw", "adamw-bf16", "adamw-int8", "lamb", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_plain_models_of_other_dtypes_and_strides(name: str, dtype: torch.dtype) -> None:
