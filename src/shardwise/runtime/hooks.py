@@ -99,7 +99,8 @@ class Hooks:
     """
 
     def __init__(self, root: nn.Module, units: list[Unit], listener: Listener) -> None:
-        self._listener_ref = weakref.ref(listener)
+        self._alive = weakref.ref(listener)
+        self._listener: Listener = weakref.proxy(listener)
         self._units = units
         self._uses = {unit.name: _Use() for unit in units}
         self._inputs_decide: set[str] = set()
@@ -114,16 +115,6 @@ class Hooks:
             for flat in unit.flats:
                 if flat.spec.trainable:
                     self._watch_params(unit, flat)
-
-    @property
-    def _listener(self) -> Listener:
-        listener = self._listener_ref()
-        if listener is None:
-            raise StateError(
-                "The engine that held this model's parameters is gone, or follows another plan now, so what was "
-                "computed before cannot be sent back. Run the forward again."
-            )
-        return listener
 
     def add_site(self, unit: Unit, site: nn.Module, *, num_running: int = 0) -> None:
         """Gather `unit` before `site` runs. Calls of `site` that are running now will be seen only as they end."""
@@ -265,6 +256,11 @@ class Hooks:
 
     def _open_for_gradient(self, unit: Unit) -> None:
         """A gradient has come; a forward that is recomputed in a backward does not lead here."""
+        if self._alive() is None:
+            raise StateError(
+                "The engine that held this model's parameters is gone, or follows another plan now, so what was "
+                "computed before cannot be sent back. Run the forward again."
+            )
         if torch.is_grad_enabled():  # backward(create_graph=True)
             self._listener.await_graph(unit)
         self._open_backward(unit)
