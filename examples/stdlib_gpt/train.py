@@ -171,9 +171,9 @@ def train_step(run: Run, batches: Iterator[Tensor]) -> tuple[float, float | None
         loss = run.engine(rows[:, :-1], rows[:, 1:])
         run.engine.backward(loss)
         losses.append(loss.item())
-    norm = run.engine.step()
+    run.engine.step()
     run.scheduler.step()
-    return run.engine.mean(sum(losses) / len(losses)), norm
+    return run.engine.mean(sum(losses) / len(losses)), run.engine.gradient_norm
 
 
 def validate(run: Run) -> float:

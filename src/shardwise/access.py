@@ -61,14 +61,14 @@ class Access:
         if what != PARAM and not self._exists_anywhere(flat, index, what):
             raise ModelError(f"{name} has no {what} to write to; there is one {_when(what)}.")
         if what == PARAM:
-            self._runner.open_params()
+            self._runner.step.open_params()
         piece, span = self._piece(flat, index, what), _span(flat, index)
         if piece is not None and what not in (PARAM, GRAD) and self._optimizer is not None:
             self._optimizer.write_state(flat, index, what, value.reshape(-1)[span.start : span.stop])
         elif piece is not None:
             piece.copy_(value.reshape(-1)[span.start : span.stop])
         if what == PARAM:
-            self._runner.restore_params()
+            self._runner.step.restore_params()
 
     def state_dict(self, *, on_rank: bool = True) -> dict[str, Any]:
         """Every parameter and persistent buffer, whole, on the CPU, under the names that the plain model has; and
@@ -128,7 +128,7 @@ class Access:
                     f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(value.shape)}."
                 )
         by_tensor = {param: name for name, param in self._model.named_parameters()}
-        self._runner.open_params()
+        self._runner.step.open_params()
         for name, value in own.items():
             home = self._homes.get(by_tensor.get(value, ""))
             if home is None:
@@ -137,7 +137,7 @@ class Access:
             piece, span = self._piece(*home, PARAM), _span(*home)
             if piece is not None:
                 piece.copy_(state[name].reshape(-1)[span.start : span.stop])
-        self._runner.restore_params()
+        self._runner.step.restore_params()
         for name, module in extra.items():
             module.set_extra_state(copy.deepcopy(state[name]))
 
@@ -196,17 +196,17 @@ class Access:
         """
         wanted = {self._home(name)[0].name for name in names}
         chosen = [flat for flat in self._flats if not names or flat.name in wanted]
-        self._runner.make_whole(chosen)
+        self._runner.gathering.make_whole(chosen)
         try:
             yield
             if write:
-                self._runner.open_params()
+                self._runner.step.open_params()
                 for flat in chosen:
                     self._take_over(flat)
         finally:
-            self._runner.free_all()
+            self._runner.gathering.free_all()
         if write:
-            self._runner.restore_params()
+            self._runner.step.restore_params()
 
     def _take_over(self, flat: Flat) -> None:
         self._agreement.broadcast(flat, flat.full)
@@ -229,7 +229,7 @@ class Access:
         if not flat.spec.trainable:
             return None
         if what == GRAD:
-            return flat.due_piece(index) if flat.touched[index] else None
+            return flat.grads.due_piece(index) if flat.grads.touched_anywhere[index] else None
         if self._optimizer is None:
             return None
         return self._optimizer.state_piece(flat, index, what)

@@ -22,7 +22,7 @@ from shardwise.engine_state import EngineState, PlanLike
 from shardwise.errors import ModelError, StateError
 from shardwise.mesh import Mesh
 from shardwise.placement import Table
-from shardwise.precision import LossScaler
+from shardwise.precision import LossScaler, Norm
 from shardwise.program import Footprint, render
 from shardwise.rehearsal import Loss
 from shardwise.report import MemoryReport, describe, memory_of, rehearsed, write_timeline
@@ -117,7 +117,7 @@ class Engine(EngineState):
         self._state = State(Saver(world, pinned=sharding.device.type == "cuda"))
         progress = Progress(scaler=scaler_for(plan))
         self._works = Works(model, optimizers, sharding, world, progress, self._state.saver.wait_for_copy)
-        self._works.runner.close_params()
+        self._works.runner.step.close_params()
 
     @property
     def plan(self) -> Plan:
@@ -145,8 +145,12 @@ class Engine(EngineState):
 
     @property
     def gradient_norm(self) -> float | None:
-        """The global 2-norm before clipping, of the last step; infinite where it overflowed and was not taken."""
-        return self._works.progress.gradient_norm
+        """The global 2-norm before clipping, of the last step; infinite where it overflowed and was not taken.
+
+        On a GPU to ask is to wait for it.
+        """
+        norm = self._works.progress.gradient_norm
+        return None if norm is None else float(norm)
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -173,17 +177,19 @@ class Engine(EngineState):
         self._require_open()
         return self._works.scale(loss)
 
-    def step(self) -> float | None:
+    def step(self) -> Norm | None:
         """Clip if the plan says so, update, and drop the gradients. All ranks call.
 
         Returns the global gradient norm before clipping; `None` where the plan accumulates and this was
         not the last micro-batch, so that nothing was updated. In fp16 it is infinite if a gradient
         overflowed on some rank: no rank has updated anything then, and the loss scale may have been halved.
+        On a GPU the norm is a number that waits for the device when somebody looks at it (`float(norm)`,
+        `f"{norm:.2f}"`, a comparison), and not before; in fp16, and on a CPU, it is a float.
         """
         self._require_open()
         return self._works.step()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Norm:
         """Scale gradients to a global norm of at most `max_norm`; returns the norm before. All ranks call.
 
         For a plain loop, between `loss.backward()` and `optimizer.step()`. A plan with
@@ -204,12 +210,12 @@ class Engine(EngineState):
         does. For the same at every step: `rows: {grad: {partial: [...]}}` in the plan.
         """
         self._require_open()
-        runner = self._works.runner
-        before, runner.reduces = runner.reduces, False
+        passes = self._works.runner.passes
+        before, passes.reduces = passes.reduces, False
         try:
             yield
         finally:
-            runner.reduces = before
+            passes.reduces = before
 
     # -- agreement between ranks ------------------------------------------------------------------------
 
@@ -261,7 +267,8 @@ class Engine(EngineState):
 
     def program(self) -> str:
         """The program of one step as text: as foreseen before the first step, as recorded after it."""
-        return render(self._works.runner.program.micro_batch) + render(self._works.runner.program.step)
+        program = self._works.runner.programs.program
+        return render(program.micro_batch) + render(program.step)
 
     def __str__(self) -> str:
         """The table, the units, and the bytes of this rank."""

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.optim import Piece
-from shardwise.precision import LossScaler, Verdict, clip, norm_of, norms_of, scale_gradients
+from shardwise.precision import LossScaler, Norm, Verdict, clip, norm_of, norms_of, scale_gradients
 from shardwise.runtime import Agreement, Runner
 from shardwise.storage import Flat
 
@@ -44,7 +44,7 @@ class Gradients:
         self._verdict = verdict
         self._exchange = exchange
         self._scaler = scaler
-        self._zeroed_at = runner.num_backwards
+        self._zeroed_at = runner.passes.num_backwards
         """How many backwards had ended when gradients were zeroed last."""
         self._prepared_at: tuple[int, int] | None = None
         """How many backwards had ended, and how many had been cut short, when gradients were prepared last."""
@@ -52,9 +52,9 @@ class Gradients:
         """The same when the loss scale learnt of them last."""
         self._stepped_at: tuple[int, int] | None = None
         """The same when a step used them last."""
-        self._norm: float | None = None
+        self._norm: Norm | None = None
         """The 2-norm of what is prepared, as it is now; `None` where it has to be worked out anew."""
-        self._norm_before: float | None = None
+        self._norm_before: Norm | None = None
         """The same before any clipping."""
         self._norms: dict[float, list[float]] = {}
         self._lost: set[tuple[str, int]] = set()
@@ -73,8 +73,8 @@ class Gradients:
 
     def exist(self) -> bool:
         """Whether any parameter may have a gradient. The same on all ranks; sends nothing."""
-        since = max(self._zeroed_at, self._runner.cut_short_at)
-        return self._holds_more or self._runner.num_backwards > since
+        since = max(self._zeroed_at, self._runner.passes.cut_short_at)
+        return self._holds_more or self._runner.passes.num_backwards > since
 
     def wait(self) -> bool:
         """Whether any that exist have not been used by a step yet. The same on all ranks; sends nothing."""
@@ -89,7 +89,7 @@ class Gradients:
         if not flat.spec.trainable or not self.exist():
             return False
         self.prepare()
-        return flat.touched[index]
+        return flat.grads.touched_anywhere[index]
 
     # -- for the step -----------------------------------------------------------------------------------
 
@@ -99,14 +99,14 @@ class Gradients:
         if self._prepared_at != self._moment():
             self._bring()
 
-    def norm(self) -> float:
-        """The global 2-norm, as gradients are now."""
+    def norm(self) -> Norm:
+        """The global 2-norm, as gradients are now. On a device nobody has waited for it yet."""
         self.prepare()
         if self._norm is None:
             self._norm = norm_of(self._flats, 2.0, self._exchange)
         return self._norm
 
-    def norm_before_clipping(self) -> float:
+    def norm_before_clipping(self) -> Norm:
         self.prepare()
         if self._norm_before is None:
             self._norm_before = self.norm()
@@ -116,22 +116,22 @@ class Gradients:
         scaler, runner = self._scaler(), self._runner
         if scaler is not None and self._prepared_at is not None and self.is_taken:
             scale_gradients(self._flats, scaler.scale)  # as are those that have come since
-        runner.before_step()
+        runner.step.before()
         norm = self._verdict.pronounce()
         if self._verdict.is_incomplete:
-            runner.reduce_unforeseen()
-            runner.before_step()
+            runner.step.reduce_unforeseen()
+            runner.step.before()
             norm = self._verdict.pronounce()
         self._forget_figures()
         self.is_taken = True
         if scaler is not None and self.exist():
-            norm = self._unscaled(scaler.scale, norm)
+            norm = self._unscaled(scaler.scale, float(norm))
         self._norm = self._norm_before = norm
         self._prepared_at = self._moment()
 
     def _unscaled(self, scale: float, norm: float) -> float:
         """Take the loss scale out of the gradients and of their norm, unless one has overflowed."""
-        if self._runner.num_unscaled:
+        if self._runner.passes.num_unscaled:
             raise StateError(
                 "precision fp16 needs a scaled loss, but gradients came from a backward of one that was not. Call "
                 "engine.backward(loss), or engine.scale(loss).backward(), in the place of loss.backward(), for every "
@@ -152,7 +152,7 @@ class Gradients:
             scaler.judge(0.0 if self.is_taken else math.inf)
         return self.is_taken
 
-    def clip(self, max_norm: float, norm_type: float = 2.0) -> float:
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Norm:
         """Scale to a global norm of at most `max_norm`; the norm before."""
         norm = self.norm()
         if norm_type != 2:
@@ -185,9 +185,9 @@ class Gradients:
 
     def piece(self, flat: Flat, index: int) -> Tensor:
         """This rank's elements of a gradient that exists; tell `changed` if they are written to."""
-        if flat.due is None:
-            flat.make_due()
-        piece = flat.due_piece(index)
+        if flat.grads.due is None:
+            flat.grads.make_due()
+        piece = flat.grads.due_piece(index)
         assert piece is not None
         return piece
 
@@ -209,7 +209,7 @@ class Gradients:
             mean = self._agreement.mean(flat, value.detach().reshape(-1).to(piece.dtype))
             piece.copy_(mean[span.start : span.stop])
             self._holds_more = True
-        flat.touched[index] = value is not None
+        flat.grads.note(index, has_one=value is not None)
         self._forget_figures()
 
     # -- the end ----------------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ class Gradients:
             self._zero_some(pieces, keep=keep)
             return
         for flat in self._flats:
-            flat.drop_gradients()
-        self._zeroed_at = self._runner.num_backwards
+            flat.grads.drop()
+        self._zeroed_at = self._runner.passes.num_backwards
         self._runner.forgive()
         self._lost.clear()
         self._prepared_at, self._holds_more, self.is_taken = None, False, True
@@ -242,9 +242,9 @@ class Gradients:
         self.prepare()
         self._holds_more = True
         for flat, index in places:
-            if flat.spec.trainable and flat.touched[index]:
+            if flat.spec.trainable and flat.grads.touched_anywhere[index]:
                 self.piece(flat, index).zero_()
-                flat.touched[index] = keep
+                flat.grads.note(index, has_one=keep)
         self.is_taken = True
         self._forget_figures()
 
@@ -254,7 +254,7 @@ class Gradients:
     # -- what it knows ----------------------------------------------------------------------------------
 
     def _moment(self) -> tuple[int, int]:
-        return self._runner.num_backwards, self._runner.num_cut_short
+        return self._runner.passes.num_backwards, self._runner.passes.num_cut_short
 
     def _forget_figures(self) -> None:
         self._norm = self._norm_before = None
@@ -264,10 +264,10 @@ class Gradients:
     def _find_lost(self) -> None:
         """Learn of a backward that raised while gradients of others waited: those went with it."""
         self._runner.recover_if_cut_short()
-        cut_at = self._runner.cut_short_at
+        cut_at = self._runner.passes.cut_short_at
         has_lost = cut_at > self._zeroed_at or (self._holds_more and cut_at >= 0)
-        if has_lost and self._seen_lost_at != self._runner.num_cut_short:
-            self._seen_lost_at = self._runner.num_cut_short
+        if has_lost and self._seen_lost_at != self._runner.passes.num_cut_short:
+            self._seen_lost_at = self._runner.passes.num_cut_short
             self._lost = {(flat.name, index) for flat, index in self._places()}
 
     def _require_none_lost(self) -> None:

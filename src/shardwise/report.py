@@ -75,7 +75,7 @@ def rehearsed(works: Works, batch: object, loss: Loss | None) -> Footprint:
 
 
 def _footprint(works: Works, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:
-    trace = works.runner.trace if specs == works.runner.specs else straight_trace(specs)
+    trace = works.runner.programs.trace if specs == works.runner.programs.specs else straight_trace(specs)
     trace = activations.trace if activations is not None else trace
     planned = plan_step(
         specs,

@@ -90,15 +90,14 @@ class State:
         path = find(folder, works.world)
         if path is None:
             return None
-        loaded = load(
-            path, content(works), works.optimizer, works.world, self.remembered, before_change=works.runner.open_params
-        )
+        open_params = works.runner.step.open_params
+        loaded = load(path, content(works), works.optimizer, works.world, self.remembered, before_change=open_params)
         progress = works.progress
         progress.num_steps = int(loaded.state["num_steps"])
         if progress.scaler is not None and "loss_scale" in loaded.state:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         works.zero_grad()
-        works.runner.restore_params()
+        works.runner.step.restore_params()
         extra = loaded.state.get("extra_state", {})
         for name, module in with_extra_state(works.model):
             if name in extra:
@@ -138,5 +137,5 @@ def reshard(works: Works, plan: Plan) -> Works:
     if renewed.optimizer is not None:
         for piece in renewed.optimizer.pieces:
             renewed.optimizer.put_state(piece, states.get(piece.name, {}))
-    renewed.runner.restore_params()
+    renewed.runner.step.restore_params()
     return renewed

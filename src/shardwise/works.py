@@ -20,10 +20,11 @@ from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
 from shardwise.optim import AdoptedOptimizer, Company, Piece, hyper_digest
-from shardwise.precision import LossScaler, Verdict, cast_floating
-from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner
+from shardwise.precision import LossScaler, NoNews, Norm, Verdict, cast_floating
+from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner, Settings
 from shardwise.sharding import Sharding
-from shardwise.storage import torch_dtype
+from shardwise.storage import Flat, on_host, torch_dtype
+from shardwise.telemetry import Ledger, Timeline
 from shardwise.tensors import Owner, Structure
 
 
@@ -32,12 +33,30 @@ class Progress:
     """How far training has come. It outlives the works of one plan."""
 
     num_steps: int = 0
-    gradient_norm: float | None = None
+    gradient_norm: Norm | None = None
     scaler: LossScaler | None = None
 
 
 def scaler_for(plan: Plan) -> LossScaler | None:
     return LossScaler(plan.loss_scale) if plan.precision == "fp16" else None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that holds memory of one plan. None of it holds whoever holds it, so that the memory goes as soon as
+    `Works` lets go of this, and waits for no garbage collection."""
+
+    sharding: Sharding
+    flats: list[Flat]
+    optimizer: AdoptedOptimizer | None
+    runner: Runner
+    verdict: Verdict
+    buffers: BufferSync
+    gradients: Gradients
+    access: Access
+    owner: Owner
+    ledger: Ledger
+    timeline: Timeline
 
 
 class Works:
@@ -57,16 +76,13 @@ class Works:
     ) -> None:
         self.model = model
         self.world = world
-        self.sharding = sharding
         self.plan, self.mesh, self.table = sharding.plan, sharding.mesh, sharding.table
         self.data_group = DataGroup(world, self.mesh)
-        self.flats = [flat for unit in sharding.units for flat in unit.flats]
         self.progress = progress
         self.before_change = before_change
         self._num_micro_batches = 0
-        self.is_taken_down = False
         self._hooks = ExitStack()
-        self._tie(optimizers)
+        self._parts: Parts | None = self._tied(sharding, optimizers)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise StateError(NO_COPY)
@@ -74,55 +90,52 @@ class Works:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise StateError(NO_COPY)
 
-    def _tie(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _tied(self, sharding: Sharding, optimizers: Sequence[torch.optim.Optimizer]) -> Parts:
         """Hooks to programs, programs to collectives, optimizers to their pieces."""
-        collectives = self.world.collectives(self.sharding.device)
+        plan, world = self.plan, self.world
+        flats = [flat for unit in sharding.units for flat in unit.flats]
+        collectives = world.collectives(sharding.device)
         collectives.prepare(self.mesh)
-        groups = {axis: self.world.group(self.mesh, axis) for axis in self.mesh.axes}
-        company = Company(self.flats, collectives, self.mesh, self.world.rank, self._during_step)
+        groups = {axis: world.group(self.mesh, axis) for axis in self.mesh.axes}
+        company = Company(flats, collectives, self.mesh, world.rank, self._during_step)
         exchange = self.data_group.exchange
-        self._buffers = BufferSync(self.model, self.data_group)
-        shares_buffers = self.plan.sync_buffers and self.data_group.size > 1
-        self._verdict = Verdict(self.flats, collectives, groups, self._buffers.has_news if shares_buffers else None)
-        executor = Executor(self.flats, collectives, groups)
-        executor.provide("verdict", lambda action: self._verdict.sum_over(action.over))
-        executor.provide("buffers", lambda _: self._buffers.share())
+        buffers = BufferSync(self.model, self.data_group, on_host)
+        verdict = Verdict(
+            flats,
+            collectives,
+            groups,
+            buffers if plan.sync_buffers and self.data_group.size > 1 else NoNews(),
+            exchange=None if on_host(sharding.device) else exchange,
+            must_know_norm=plan.precision == "fp16",
+        )
+        executor = Executor(flats, collectives, groups)
+        executor.provide("verdict", lambda action: verdict.sum_over(action.over))
+        executor.provide("buffers", lambda _: buffers.share())
         executor.provide("norms", company.add_norms)
         executor.provide("matrix", company.hand_over)
         executor.provide("update", company.hand_over)
-        self.optimizer = self._adopt(optimizers, company) if optimizers else None
-        self.runner = Runner(
-            self.model,
-            self.sharding.units,
-            executor,
-            exchange,
-            self.sharding.commons,
-            prefetch_bytes=None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes,
-            compile_backend=self.plan.compile,
-        )
+        optimizer = self._adopt(optimizers, flats, company) if optimizers else None
+        prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
+        settings = Settings(prefetch_bytes, plan.compile)
+        runner = Runner(self.model, sharding.units, executor, exchange, sharding.commons, settings)
         agreement = executor.agreement
-        self.gradients = Gradients(
-            self.flats,
-            agreement,
-            self.runner,
-            self._verdict,
-            exchange,
-            lambda: self.progress.scaler,
-        )
-        self.access = Access(self.model, self.runner, self.flats, agreement, self.optimizer)
-        self.owner = Owner(self.sharding.units, self.runner, agreement, self.access, self.gradients, self.before_change)
-        self._hooks.callback(self.owner.close)
+        gradients = Gradients(flats, agreement, runner, verdict, exchange, lambda: self.progress.scaler)
+        access = Access(self.model, runner, flats, agreement, optimizer)
+        owner = Owner(sharding.units, runner, agreement, access, gradients, self.before_change)
+        self._hooks.callback(owner.close)
         self._hooks.callback(Structure(self.model).release)
-        self.ledger = collectives.ledger
-        self.timeline = executor.timeline
         cast = self.model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
         self._hooks.callback(cast.remove)
-        self._hooks.callback(self.runner.remove)
+        self._hooks.callback(runner.remove)
+        ledger, timeline = collectives.ledger, executor.timeline
+        return Parts(sharding, flats, optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline)
 
-    def _adopt(self, optimizers: Sequence[torch.optim.Optimizer], company: Company) -> AdoptedOptimizer:
+    def _adopt(
+        self, optimizers: Sequence[torch.optim.Optimizer], flats: Sequence[Flat], company: Company
+    ) -> AdoptedOptimizer:
         adopted = AdoptedOptimizer(
             optimizers,
-            self.flats,
+            flats,
             before=self._before_step,
             after=self._after_step,
             forget=self._forget,
@@ -131,6 +144,50 @@ class Works:
         )
         self._hooks.callback(adopted.release)
         return adopted
+
+    # -- what it is made of -----------------------------------------------------------------------------
+
+    @property
+    def is_taken_down(self) -> bool:
+        return self._parts is None
+
+    @property
+    def parts(self) -> Parts:
+        if self._parts is None:
+            raise StateError("This engine's memory went to another plan, so there is nothing left here to ask.")
+        return self._parts
+
+    @property
+    def sharding(self) -> Sharding:
+        return self.parts.sharding
+
+    @property
+    def flats(self) -> list[Flat]:
+        return self.parts.flats
+
+    @property
+    def optimizer(self) -> AdoptedOptimizer | None:
+        return self.parts.optimizer
+
+    @property
+    def runner(self) -> Runner:
+        return self.parts.runner
+
+    @property
+    def gradients(self) -> Gradients:
+        return self.parts.gradients
+
+    @property
+    def access(self) -> Access:
+        return self.parts.access
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.parts.ledger
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.parts.timeline
 
     def require_optimizer(self) -> AdoptedOptimizer:
         if self.optimizer is None:
@@ -149,13 +206,10 @@ class Works:
         What is left is what an engine whose `reshard` fails half-way is described and closed by.
         """
         self.unhook()
-        self.owner.release()
-        if self.optimizer is not None:
-            self.optimizer.give_back()
-        self.runner.dissolve()
-        for name in self.__dict__.keys() - {"plan", "mesh", "table", "progress", "_hooks"}:
-            del self.__dict__[name]
-        self.is_taken_down = True
+        parts, self._parts = self.parts, None
+        parts.owner.release()
+        if parts.optimizer is not None:
+            parts.optimizer.give_back()
 
     # -- what a loop asks for ---------------------------------------------------------------------------
 
@@ -171,7 +225,7 @@ class Works:
         scaled.register_hook(lambda _: self.runner.note_scaled())  # type: ignore[no-untyped-call]  # torch's own
         return scaled
 
-    def step(self) -> float | None:
+    def step(self) -> Norm | None:
         """The gradient norm; `None` if more micro-batches are to come."""
         if self._num_micro_batches % self.plan.accumulate:
             return None
@@ -207,26 +261,29 @@ class Works:
         if not self.gradients.judge():
             optimizer.offer_nothing(member)
             return  # without gradients an optimizer changes nothing
-        self.runner.open_params()
+        self.runner.step.open_params()
         if self.plan.clip_grad_norm is not None:
             self.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self.before_change()
+        # Here the update begins. What a collective that was cut off has left must not get into the weights.
+        self.world.journal.require_sound()
         optimizer.offer_gradients(member)
 
     def _during_step(self) -> None:
         """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
         if self.gradients.is_taken:
-            self.runner.during_step()
+            self.runner.step.during()
 
     def _after_step(self, member: torch.optim.Optimizer) -> None:
         self.require_optimizer().withdraw_gradients()
         if not self.gradients.is_taken:
             self.zero_grad()
             return
-        if self._verdict.is_news:
-            self.runner.foresee_buffers(self._buffers.learn())
-        self.runner.after_step()
-        self.gradients.note_step()
+        parts = self.parts
+        if parts.verdict.is_news:
+            parts.runner.programs.foresee_buffers(parts.buffers.learn())
+        parts.runner.step.after()
+        parts.gradients.note_step()
         self._num_micro_batches = 0
         if member is self.require_optimizer().members[0]:
             self.progress.num_steps += 1
@@ -234,7 +291,7 @@ class Works:
     def _cast_inputs(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self.owner.require_trainable()
+        self.parts.owner.require_trainable()
         if self.table.compute not in ("bf16", "fp16"):
             return None
         dtype = torch_dtype(self.table.compute)

@@ -7,13 +7,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from launched import launch
 from torch.utils.data import Dataset
 
-from shardwise.data import Loader
+from shardwise.data import Loader, Samples, Workers
 from shardwise.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.slow
@@ -48,10 +49,10 @@ def workers_alive() -> list[str]:
 def test_processes_make_the_same_batches_and_their_failures_are_named(tmp_path: Path) -> None:
     """One test, because starting a process costs seconds."""
     mark = tmp_path / "killed"
-    options = {"batch_rows": 4, "shuffle": False, "transform": noisy, "steps": 4}
-    with Loader(Rows(mark), workers=0, **options) as plain:  # type: ignore[arg-type]
+    options: dict[str, Any] = {"batch_rows": 4, "samples": Samples(shuffle=False, transform=noisy), "steps": 4}
+    with Loader(Rows(mark), workers=0, **options) as plain:
         index, _, noise = next(iter(plain))
-    with Loader(Rows(mark), workers=2, processes=True, **options) as loader:  # type: ignore[arg-type]
+    with Loader(Rows(mark), workers=Workers(2, processes=True), **options) as loader:
         iterator = iter(loader)
         first = next(iterator)
         assert first[0].tolist() == index.tolist()
@@ -82,7 +83,9 @@ def test_processes_make_the_same_batches_and_their_failures_are_named(tmp_path: 
 
 def test_what_cannot_be_pickled_is_refused() -> None:
     with (
-        Loader(range(8), batch_rows=4, transform=lambda x, _: x, processes=True) as loader,
+        Loader(
+            range(8), batch_rows=4, samples=Samples(transform=lambda x, _: x), workers=Workers(processes=True)
+        ) as loader,
         pytest.raises(ConfigError, match=r"cannot be sent to a worker process.*processes=False"),
     ):
         next(iter(loader))
@@ -103,7 +106,8 @@ class Rows(torch.utils.data.Dataset):
         return torch.tensor([index, os.getpid()])
 
 def main():
-    with sw.World.join() as world, sw.data.Loader(Rows(), batch_rows=8, world=world, processes=True) as loader:
+    workers = sw.data.Workers(processes=True)
+    with sw.World.join() as world, sw.data.Loader(Rows(), batch_rows=8, world=world, workers=workers) as loader:
         batch = next(iter(loader))
         assert set(batch[:, 1].tolist()) != {os.getpid()}
         mine = loader.draw(0).index[world.rank * 4 : world.rank * 4 + 4]

@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from shardwise.data import Loader, Mixture
+from shardwise.data import Loader, Mixture, Samples, Workers
 from shardwise.data.prefetch import THREAD_NAME
 from shardwise.data.transfer import on_tensors
 from shardwise.errors import ConfigError, DataError
+
+IN_ORDER = Samples(shuffle=False)
 
 
 def take(loader: Loader, num: int) -> list[Any]:
@@ -85,7 +87,7 @@ def test_a_source_with_getitems_is_asked_once_for_a_batch() -> None:
             asked.append(indices)
             return [self[index] for index in indices]
 
-    with Loader(Together(range(8)), batch_rows=4, shuffle=False, steps=2) as loader:
+    with Loader(Together(range(8)), batch_rows=4, steps=2, samples=IN_ORDER) as loader:
         assert [batch.tolist() for batch in loader] == asked == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
@@ -110,7 +112,7 @@ def test_a_mixture_gives_named_sources_in_their_shares() -> None:
     tail=st.sampled_from(["carry", "drop"]),
 )
 def test_a_state_goes_on_at_any_world_size(size_before: int, size_after: int, stop: int, tail: Any) -> None:
-    options: dict[str, Any] = {"batch_rows": 12, "seed": 4, "tail": tail, "steps": 13, "workers": 0}
+    options: dict[str, Any] = {"batch_rows": 12, "seed": 4, "samples": Samples(tail=tail), "steps": 13, "workers": 0}
     whole = take(Loader(range(31), **options, world=(0, 1)), 13)
     before = Loader(range(31), **options, world=(size_before - 1, size_before))
     take(before, stop)
@@ -146,7 +148,7 @@ def test_resuming_reads_nothing_old_and_the_state_stays_small() -> None:
 
 
 def test_batches_read_ahead_count_as_not_read() -> None:
-    with Loader(range(100), batch_rows=5, workers=2, prefetch=6) as loader:
+    with Loader(range(100), batch_rows=5, workers=Workers(2, prefetch=6)) as loader:
         first = take(loader, 3)
         assert loader.state_dict()["step"] == 3
         again = take(loader, 2)
@@ -178,8 +180,8 @@ def test_a_seek_within_a_step_is_heeded() -> None:
     [
         ({"seed": 1}, "seed=0, this one has 1"),
         ({"batch_rows": 6}, "batch_rows=3"),
-        ({"shuffle": False}, "shuffle=True"),
-        ({"tail": "drop"}, "tail='carry'"),
+        ({"samples": IN_ORDER}, "shuffle=True"),
+        ({"samples": Samples(tail="drop")}, "tail='carry'"),
         ({"source": range(11)}, "samples="),
     ],
 )
@@ -205,8 +207,9 @@ def noisy(sample: int, generator: np.random.Generator) -> tuple[int, float]:
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone() -> None:
-    def drawn(**options: Any) -> dict[tuple[int, int], float]:
-        with Loader(range(12), transform=noisy, steps=24 // options["batch_rows"], **options) as loader:
+    def drawn(*, shuffle: bool = True, **options: Any) -> dict[tuple[int, int], float]:
+        samples = Samples(shuffle=shuffle, transform=noisy)
+        with Loader(range(12), samples=samples, steps=24 // options["batch_rows"], **options) as loader:
             rows = [row for index, noise in loader for row in zip(index.tolist(), noise.tolist(), strict=True)]
         first, second = rows[:12], rows[12:]
         return {(epoch, index): noise for epoch, part in enumerate((first, second)) for index, noise in part}
@@ -228,14 +231,14 @@ def test_a_transform_may_write_to_its_sample(tmp_path: Any) -> None:
         return sample
 
     for source in (kept, shown, torch.zeros(6, 2)):
-        with Loader(source, batch_rows=6, transform=add) as loader:
+        with Loader(source, batch_rows=6, samples=Samples(transform=add)) as loader:
             assert all(batch.sum() == 12 for batch in loader)
         assert source.sum() == 0
 
 
 def test_a_transform_of_one_argument_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"transform\(sample, generator\)"):
-        Loader(range(4), batch_rows=2, transform=lambda sample: sample)  # type: ignore[misc, arg-type]
+        Loader(range(4), batch_rows=2, samples=Samples(transform=lambda sample: sample))  # type: ignore[misc, arg-type]
 
 
 # -- reading ahead ------------------------------------------------------------------------------------------
@@ -249,7 +252,7 @@ def test_samples_are_read_before_they_are_asked_for_but_not_too_far() -> None:
             read.append(index)
             return index
 
-    with Loader(Slow(range(100)), batch_rows=1, shuffle=False, workers=2, prefetch=4) as loader:
+    with Loader(Slow(range(100)), batch_rows=1, samples=IN_ORDER, workers=Workers(2, prefetch=4)) as loader:
         iterator = iter(loader)
         next(iterator)
         deadline = time.monotonic() + 5
@@ -262,7 +265,7 @@ def test_samples_are_read_before_they_are_asked_for_but_not_too_far() -> None:
 @pytest.mark.parametrize("leave", ["close", "forget", "fail"])
 def test_no_thread_outlives_its_loader(leave: str) -> None:
     before = len(reading_threads())
-    loader = Loader(range(100), batch_rows=1, workers=2, transform=noisy)
+    loader = Loader(range(100), batch_rows=1, workers=2, samples=Samples(transform=noisy))
     next(iter(loader))
     assert len(reading_threads()) == before + 2
     if leave == "close":
@@ -320,7 +323,7 @@ def test_tensors_move_and_everything_around_them_stays() -> None:
 
 
 def test_batches_come_on_the_device_that_was_asked_for() -> None:
-    with Loader(torch.ones(4), batch_rows=2, device="meta") as loader:
+    with Loader(torch.ones(4), batch_rows=2, workers=Workers(device="meta")) as loader:
         assert [batch.device.type for batch in loader] == ["meta", "meta"]
 
 
@@ -345,7 +348,7 @@ class Broken(Dataset[int]):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_failing_sample_is_named_and_its_step_comes_again(workers: int) -> None:
     source = Broken()
-    with Loader(source, batch_rows=4, world=(1, 2), shuffle=False, workers=workers) as loader:
+    with Loader(source, batch_rows=4, world=(1, 2), samples=IN_ORDER, workers=workers) as loader:
         iterator = iter(loader)
         assert next(iterator).tolist() == [2, 3]
         with pytest.raises(
@@ -359,7 +362,7 @@ def test_a_failing_sample_is_named_and_its_step_comes_again(workers: int) -> Non
 
 def test_a_source_that_has_become_shorter_is_an_error_with_the_index() -> None:
     source = list(range(8))
-    with Loader(source, batch_rows=8, shuffle=False) as loader:
+    with Loader(source, batch_rows=8, samples=IN_ORDER) as loader:
         source.pop()
         with pytest.raises(DataError, match=r"failed at index 7.*IndexError"):
             next(iter(loader))
@@ -390,12 +393,16 @@ REFUSED: list[tuple[str, Callable[[], Any], str]] = [
     ("micro", lambda: Loader(range(9), batch_rows=4, accumulate=3), "3 micro-batches each.*give 3 or 6"),
     ("accumulate", lambda: Loader(range(9), batch_rows=4, accumulate=0), "accumulate=0"),
     ("rank", lambda: Loader(range(9), batch_rows=4, world=(2, 2)), "Rank 2 is not within 2 ranks"),
-    ("workers", lambda: Loader(range(9), batch_rows=4, workers=-1), "workers=-1"),
-    ("prefetch", lambda: Loader(range(9), batch_rows=4, prefetch=0), "prefetch=0"),
-    ("processes", lambda: Loader(range(9), batch_rows=4, workers=0, processes=True), "number of processes"),
+    ("workers", lambda: Loader(range(9), batch_rows=4, workers=-1), "-1 workers"),
+    ("prefetch", lambda: Loader(range(9), batch_rows=4, workers=Workers(prefetch=0)), "prefetch of 0"),
+    ("processes", lambda: Loader(range(9), batch_rows=4, workers=Workers(0, processes=True)), "number of processes"),
     ("mixture of none", lambda: Mixture({}), "no sources"),
     ("names", lambda: Mixture({"a": [1]}, {"b": 1.0}), r"sources \['a'\] but weights for \['b'\]"),
-    ("tail", lambda: Loader(Mixture({"a": [1]}), batch_rows=1, tail="drop"), "mixture cannot have tail='drop'"),
+    (
+        "tail",
+        lambda: Loader(Mixture({"a": [1]}), batch_rows=1, samples=Samples(tail="drop")),
+        "mixture cannot have tail='drop'",
+    ),
     ("seek", lambda: Loader(range(9), batch_rows=1).seek(-1), "no step -1"),
 ]
 
@@ -410,7 +417,15 @@ def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], letter: str) -
 def test_pinning_without_a_gpu_is_refused() -> None:
     for options in ({"pin": True}, {"device": "cuda"}):
         with pytest.raises(ConfigError, match="torch finds none"):
-            Loader(range(4), batch_rows=2, **options)  # type: ignore[arg-type]
+            Workers(**options)  # type: ignore[arg-type]
+
+
+def test_arguments_that_are_in_a_group_now_are_told_of_by_name() -> None:
+    for name, where in (("shuffle", "samples=sw.data.Samples"), ("prefetch", "workers=sw.data.Workers")):
+        with pytest.raises(ConfigError, match=rf"takes {name} as part of a group now: {where}\({name}=\.\.\.\)"):
+            Loader(range(4), batch_rows=2, **{name: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
+        Loader(range(4), batch_rows=2, rows=4)
 
 
 def test_a_mixture_has_no_length() -> None:

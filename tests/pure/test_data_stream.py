@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from shardwise.data import Loader, Mixture, Stream, from_iterable
+from shardwise.data import Loader, Mixture, Samples, Stream, Workers, from_iterable
 from shardwise.errors import ConfigError, DataError, StateError
 
 
@@ -72,7 +72,7 @@ def take(loader: Loader, num: int) -> list[list[int]]:
 @pytest.mark.parametrize("tail", ["carry", "drop"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_get_parts_of_the_same_batches(tail: Any, workers: int) -> None:
-    options: dict[str, Any] = {"batch_rows": 6, "tail": tail, "steps": 5, "workers": workers}
+    options: dict[str, Any] = {"batch_rows": 6, "samples": Samples(tail=tail), "steps": 5, "workers": workers}
     whole = take(Loader(Lines(15), **options), 5)
     for size in (2, 3):
         shares = [take(Loader(Lines(15), world=(rank, size), **options), 5) for rank in range(size)]
@@ -84,7 +84,7 @@ def test_ranks_get_parts_of_the_same_batches(tail: Any, workers: int) -> None:
 @pytest.mark.parametrize("tail", ["carry", "drop"])
 def test_an_iteration_ends_with_the_epoch_and_the_next_goes_on_without_reading_again(tail: Any) -> None:
     lines = Lines(10)
-    with Loader(lines, batch_rows=4, tail=tail, workers=0) as loader:
+    with Loader(lines, batch_rows=4, samples=Samples(tail=tail), workers=0) as loader:
         epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
     assert [len(batches) for batches in epochs] == {"carry": [3, 2, 3], "drop": [2, 2, 2]}[tail]
     assert lines.read[0] == {"carry": (3 + 2 + 3 + 1) * 4, "drop": 3 * 10 + 4}[tail], "one batch tells of the end"
@@ -103,7 +103,7 @@ def test_a_state_goes_on_at_any_world_size(kind: str, num: int, stop: int, tail:
             return StatefulLines(num)
         return seekable(num, [0]) if kind == "seekable" else from_iterable(lambda epoch: _epoch(num, epoch), skip=True)
 
-    options: dict[str, Any] = {"batch_rows": 4, "tail": tail, "steps": 10, "workers": 0}
+    options: dict[str, Any] = {"batch_rows": 4, "samples": Samples(tail=tail), "steps": 10, "workers": 0}
     whole = take(Loader(source(), **options), 10)
     before = Loader(source(), **options)
     take(before, stop)
@@ -167,7 +167,7 @@ def test_augmentation_depends_on_epoch_and_position_alone() -> None:
     def noisy(sample: int, generator: np.random.Generator) -> float:
         return float(generator.random())
 
-    options: dict[str, Any] = {"transform": noisy, "batch_rows": 4, "steps": 6}
+    options: dict[str, Any] = {"samples": Samples(transform=noisy), "batch_rows": 4, "steps": 6}
     whole = take(Loader(Lines(10), **options), 6)
     halves = [take(Loader(Lines(10), world=(rank, 2), **options), 6) for rank in range(2)]
     assert [one + two for one, two in zip(*halves, strict=True)] == whole
@@ -190,7 +190,7 @@ def test_an_empty_stream_and_one_without_a_whole_batch_are_errors() -> None:
     with Loader(Lines(0), batch_rows=4) as loader, pytest.raises(DataError, match="Lines gave no samples in epoch 0"):
         next(iter(loader))
     with (
-        Loader(Lines(3), batch_rows=4, tail="drop") as loader,
+        Loader(Lines(3), batch_rows=4, samples=Samples(tail="drop")) as loader,
         pytest.raises(DataError, match="Lines has 3 samples, too few for one batch of 4 rows"),
     ):
         next(iter(loader))
@@ -209,9 +209,9 @@ def test_what_cannot_be_streamed_is_refused() -> None:
     with pytest.raises(ConfigError, match="b is a stream"):
         Mixture({"a": [1], "b": Lines(3)})
     with pytest.raises(ConfigError, match="processes=True is for sources with an index"):
-        Loader(Lines(4), batch_rows=2, processes=True)
+        Loader(Lines(4), batch_rows=2, workers=Workers(processes=True))
     with pytest.raises(ConfigError, match="'repeat'"):
-        Loader(Lines(4), batch_rows=2, tail="repeat")  # type: ignore[arg-type]
+        Loader(Lines(4), batch_rows=2, samples=Samples(tail="repeat"))  # type: ignore[arg-type]
     loader = Loader(Lines(4), batch_rows=2)
     with pytest.raises(StateError, match="load_state_dict"):
         loader.seek(1)

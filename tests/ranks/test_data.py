@@ -75,7 +75,7 @@ def loader_of(source: str, world: sw.World, accumulate: int = 1) -> sw.data.Load
         world=world,
         accumulate=accumulate,
         steps=STEPS,
-        transform=mask_one,
+        samples=sw.data.Samples(transform=mask_one),
     )
 
 

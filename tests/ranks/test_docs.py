@@ -148,6 +148,7 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/data.md", 1): Setting(data_sets, instead=FEW),
     ("docs/data.md", 2): Setting(data_sets),
     ("docs/data.md", 3): Setting(data_sets),
+    ("docs/data.md", 4): Setting(data_sets),
     ("docs/engine.md", 0): Setting(an_engine, num_ranks=2),
     ("docs/engine.md", 1): Setting(a_plain_loop, num_ranks=2, instead={'torch.load("weights.pt")': "weights"}),
     ("docs/faults.md", 0): Setting(),

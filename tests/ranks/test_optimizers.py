@@ -79,7 +79,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     for kind in ("param", "grad", "working"):
         assert report.measured[kind] == report.promised[kind], kind
     assert 0 <= report.measured["optim"] - report.promised["optim"] < 4 * 60, "but for step counters"
-    ledger, planned = engine._works.ledger, engine._works.runner.program
+    ledger, planned = engine._works.ledger, engine._works.runner.programs.program
     coordinate = engine.mesh.coordinate(engine.world.rank)
     held = watch_update(engine)
     x, y = batches(1, rows=4 * engine.world.size)[0]
@@ -101,7 +101,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
 
 def watch_update(engine: sw.Engine) -> list[int]:
     """From now on the most that each update held while it looked at whole parameters, beyond what was there."""
-    meter, run, peaks = engine._works.sharding.meter, engine._works.runner.during_step, []
+    meter, run, peaks = engine._works.sharding.meter, engine._works.runner.step.during, []
 
     def during_step() -> None:
         before = meter.now.total()
@@ -110,7 +110,7 @@ def watch_update(engine: sw.Engine) -> list[int]:
         assert meter.now.total() == before
         peaks.append(meter.peak_total - before)
 
-    engine._works.runner.during_step = during_step
+    engine._works.runner.step.during = during_step
     return peaks
 
 
@@ -419,6 +419,19 @@ def test_an_optimizer_with_narrow_states_can_be_saved_by_torch(model: Transforme
     theirs.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("name", ["AdamW", "the rest of Muon"])
+def test_gradients_that_lie_in_memory_otherwise_than_their_parameters(name: str) -> None:
+    torch.manual_seed(0)
+    start, grad = torch.randn(96, 64), torch.randn(96, 64)
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    for param, its_grad in zip(params, (grad, grad.T.contiguous().T), strict=True):
+        optimizer = AdamW([param]) if name == "AdamW" else Muon([{"params": [param], "use_muon": False}])
+        param.grad = its_grad
+        optimizer.step()
+    assert not torch.equal(params[0], start)
+    assert torch.equal(*params)
+
+
 @pytest.mark.parametrize("name", ["adamw", "adamw-bf16", "adamw-int8", "lamb", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_plain_models_of_other_dtypes_and_strides(name: str, dtype: torch.dtype) -> None:
@@ -470,7 +483,7 @@ def test_with_rows_by_rule_clipping_and_accumulation(name: str, model: Transform
 
 def measure_step_of(num_micro_batches: int) -> Callable[[sw.Engine], dict[str, Any]]:
     def measure(engine: sw.Engine) -> dict[str, Any]:
-        ledger, planned = engine._works.ledger, engine._works.runner.program
+        ledger, planned = engine._works.ledger, engine._works.runner.programs.program
         engine.world.barrier()
         ledger.clear()
         x, y = batches(1, rows=4)[0]

@@ -62,7 +62,7 @@ def test_sends_and_holds_what_the_program_says(
         ledger.clear()
         engine.backward(engine(x, y))
         engine.step()
-        planned = engine._works.runner.program
+        planned = engine._works.runner.programs.program
         calls = [
             action.verb.replace("agree", "all_reduce")
             for block in (*planned.micro_batch, *planned.step)
@@ -73,7 +73,7 @@ def test_sends_and_holds_what_the_program_says(
         return {
             "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()),
             "calls": (sum(ledger.calls.values()), len(calls)),
-            "recordings": engine._works.runner.num_recordings,
+            "recordings": engine._works.runner.programs.num_recordings,
             "report": report,
         }
 

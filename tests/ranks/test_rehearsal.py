@@ -294,7 +294,7 @@ def test_moments_come_in_the_order_in_which_they_come_in_training(kind: type[Tra
         engine = sw.shard(replica, "zero3", optimizer=adamw(replica), world=world)
         for _ in range(3):
             engine_step(engine, engine._works.optimizer.members[0], batch)
-        return [str(moment) for moment in engine._works.runner.trace]
+        return [str(moment) for moment in engine._works.runner.programs.trace]
 
     trace = [str(moment) for moment in rehearsed(model, batch).trace]
     assert run_ranks(2, rank) == [trace, trace]

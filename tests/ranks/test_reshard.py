@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -149,6 +151,44 @@ def test_only_what_is_missing_travels() -> None:
     assert [total[0] for total in sent] == [0] * 4
     assert sum(total[1] for total in sent) == 3 * 12 * sum(sizes)  # three ranks lack each of 12 bytes a parameter
     assert [total[2] for total in sent] == [0] * 4
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
+def test_buffers_of_the_old_plan_wait_for_no_garbage_collection(preset: str) -> None:
+    """Neither those of a plan that was left, nor whoever ran its programs."""
+    replicas = [Transformer() for _ in range(2)]
+
+    def rank(world: sw.World) -> list[str]:
+        model = replicas[world.rank]
+        with sw.shard(model, preset, optimizer=adamw(model), world=world) as engine:
+            rounds(engine, batches(3))
+            model.positions.weight.detach().clone()  # a look at a parameter at rest
+            old = {flat.name: weakref.ref(flat) for flat in engine._works.flats}
+            old["runner"] = weakref.ref(engine._works.runner)
+            engine.reshard("zero1")
+            left = [name for name, known in old.items() if known() is not None]
+            world.barrier()  # the collector comes on again when all have looked
+            return left
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run_ranks(2, rank) == [[], []]
+    finally:
+        gc.enable()
+
+
+def test_a_graph_of_the_old_plan_is_refused_in_a_sentence() -> None:
+    model = Transformer()
+    x, y = batches(1)[0]
+    with sw.shard(model, "zero3", optimizer=adamw(model)) as engine:
+        loss = engine(x, y)
+        engine.reshard("ddp")
+        with pytest.raises(StateError, match="follows another plan now"):
+            loss.backward()
+        del loss
+        engine.backward(engine(x, y))
+        engine.step()
 
 
 def test_the_peak_is_one_unit_more() -> None:

@@ -56,9 +56,9 @@ def test_one_copy_is_read_by_all(model: Transformer) -> None:
     def work(engine: sw.Engine) -> list[float]:
         flat = engine._works.flats[0]
         engine._works.ledger.clear()
-        engine._works.runner.open_params()
+        engine._works.runner.step.open_params()
         flat.param.fill_(engine.world.rank + 1)
-        engine._works.runner.close_params()
+        engine._works.runner.step.close_params()
         engine.world.barrier()
         return sorted(set(flat.full.tolist()))
 

@@ -32,7 +32,7 @@ def test_a_step_is_written_with_units_and_actions(tmp_path: Path) -> None:
                 with engine.timeline(path):
                     engine.backward(engine(x, y))
                     engine.step()
-            planned = engine._works.runner.program
+            planned = engine._works.runner.programs.program
             return [str(action) for block in (*planned.micro_batch, *planned.step) for action in block.actions]
 
     planned = run_ranks(2, rank)

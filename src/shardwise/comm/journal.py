@@ -164,6 +164,11 @@ class Journal:
         if self.letter is None:
             self.letter = Letter(_CLOSED, (self.rank,), "")
 
+    def require_sound(self) -> None:
+        """Raise what went wrong, if anything has: what collectives left since then may be garbage. Asks no device."""
+        if self.letter is not None:
+            raise self._refusal(self.letter)
+
     def _refusal(self, letter: Letter) -> FaultError | StateError:
         if letter.kind != _CLOSED:
             return letter.error()

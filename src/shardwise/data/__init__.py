@@ -4,6 +4,7 @@ from shardwise.data.loader import Loader
 from shardwise.data.packing import Documents, PackedRows
 from shardwise.data.permutation import Permutation
 from shardwise.data.sampling import Blend, Draw, Epochs, Sampler
+from shardwise.data.settings import Samples, Workers
 from shardwise.data.sources import Mixture, Stream, from_iterable
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "PackedRows",
     "Permutation",
     "Sampler",
+    "Samples",
     "Stream",
+    "Workers",
     "from_iterable",
 ]

@@ -12,17 +12,19 @@ from threading import Event
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import default_collate
 
 from shardwise.data.indexed import IndexedFeed
 from shardwise.data.prefetch import Task, run_ahead
 from shardwise.data.processes import Crew
-from shardwise.data.recipe import Collate, Made, Place, Recipe, Transform
-from shardwise.data.sampling import Draw, Tail
+from shardwise.data.recipe import Made, Place, Recipe
+from shardwise.data.sampling import Draw
+from shardwise.data.settings import Samples, Workers, refuse_unknown
 from shardwise.data.sources import Catalogue, as_stream
 from shardwise.data.streaming import StreamFeed
 from shardwise.data.transfer import moved, pinned
 from shardwise.errors import ConfigError, StateError
+
+_SAMPLES = Samples()
 
 
 class Ranks(Protocol):
@@ -46,19 +48,10 @@ class Loader:
     `world`        a `World`, or `(rank, size)`: ranks that shall see the same rows give the same. Default: `RANK`
                    and `WORLD_SIZE` as a launcher sets them, else one rank.
     `accumulate`   micro-batches that a step is handed out in, one after the other, as the plan's `accumulate`.
-    `shuffle`      another order in every epoch. A stream keeps its own.
-    `tail`         the end of an epoch: `"carry"` begins the next epoch in the same batch, no sample is left
-                   out or used twice; `"drop"` leaves out what does not fill a batch.
     `steps`        where iteration ends. Default: the end of the current epoch, which the next iteration goes on
                    from; a mixture has no such end and goes on forever.
-    `transform`    `transform(sample, generator)`; the `numpy.random.Generator` is seeded by seed, epoch and index.
-    `collate`      a list of samples to a batch. Default: torch's `default_collate`.
-    `workers`      threads that read ahead; 0 reads when asked. With more than one, `source` is read from several
-                   threads at once. A stream is read by one. With `processes` they are processes, each with its
-                   own copy of `source`.
-    `prefetch`     steps that are ready or being made, at most. Default: one more than there are workers.
-    `device`       where batches are to be. For a GPU they are pinned by the workers and copied without waiting,
-                   unless `pin=False`.
+    `samples`      in which order samples come, and how they become a batch: see `Samples`.
+    `workers`      who reads ahead, and where batches are put: see `Workers`. A number stands for so many threads.
 
     All iterations share one position. Raises `ConfigError` for what cannot be meant; iteration raises `DataError` if
     the source, the transform or the collation fails, naming source and index, or if a worker process dies, and the
@@ -73,27 +66,23 @@ class Loader:
         seed: int = 0,
         world: Ranks | tuple[int, int] | None = None,
         accumulate: int = 1,
-        shuffle: bool = True,
-        tail: Tail = "carry",
         steps: int | None = None,
-        transform: Transform | None = None,
-        collate: Collate = default_collate,
-        workers: int = 1,
-        processes: bool = False,
-        prefetch: int | None = None,
-        device: torch.device | str | None = None,
-        pin: bool | None = None,
+        samples: Samples = _SAMPLES,
+        workers: Workers | int = 1,
+        **others: object,
     ) -> None:
+        refuse_unknown(others)
         self.rank, self.size = _ranks(world)
         self.batch_rows, self.accumulate, self.steps = batch_rows, accumulate, steps
-        self.device = torch.device(device) if device is not None else None
-        self._pins = (self.device is not None and self.device.type == "cuda") if pin is None else pin
-        self._workers, self._has_processes = workers, processes
-        self._prefetch = workers + 1 if prefetch is None else prefetch
-        recipe = Recipe(self.rank, self.size, batch_rows, accumulate, seed, transform, collate)
-        self._feed, self._rows_per_epoch, identity = _feed(source, recipe, shuffle=shuffle, tail=tail)
-        self._identity: dict[str, Any] = {"seed": seed, "batch_rows": batch_rows, "tail": tail, **identity}
-        self._check_workers()
+        self.workers = Workers(workers) if isinstance(workers, int) else workers
+        recipe = Recipe(self.rank, self.size, batch_rows, accumulate, seed, samples.transform, samples.collate)
+        self._feed, self._rows_per_epoch, identity = _feed(source, recipe, samples)
+        self._identity: dict[str, Any] = {"seed": seed, "batch_rows": batch_rows, "tail": samples.tail, **identity}
+        if self.workers.processes and isinstance(self._feed, StreamFeed):
+            raise ConfigError(
+                "A stream is read in order, by one reader, which is a thread: processes=True is for sources with an "
+                "index. What is slow in a stream can run in processes of its own, such as a DataLoader's."
+            )
         self._place = Place()
         self._ahead: Generator[Made, None, None] | None = None
         self._held: Made | None = None
@@ -207,21 +196,6 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_workers(self) -> None:
-        if self._workers < 0 or self._prefetch < 1:
-            numbers = f"workers={self._workers} and prefetch={self._prefetch}"
-            raise ConfigError(f"{numbers}: give 0 or more workers, and a prefetch of 1 or more.")
-        if self._has_processes and self._workers < 1:
-            raise ConfigError("processes=True with workers=0: give the number of processes by workers=.")
-        if self._has_processes and isinstance(self._feed, StreamFeed):
-            raise ConfigError(
-                "A stream is read in order, by one reader, which is a thread: processes=True is for sources with an "
-                "index. What is slow in a stream can run in processes of its own, such as a DataLoader's."
-            )
-
-        if self._pins and not torch.cuda.is_available():
-            raise ConfigError("Pinning is for a GPU, and torch finds none here. Leave out pin=, or give device='cpu'.")
-
     # -- reading ahead ----------------------------------------------------------------------------------
 
     def _next(self) -> Made:
@@ -243,23 +217,23 @@ class Loader:
     def _start_reading(self) -> Generator[Made, None, None]:
         if isinstance(self._feed, StreamFeed):
             self._feed.check_reachable(self._place)
-        num_threads, tasks = self._workers, self._feed.tasks(self._place)
-        if self._has_processes:
+        num_threads, tasks = self.workers.number, self._feed.tasks(self._place)
+        if self.workers.processes:
             num_threads, tasks = 1, self._manned().tasks(count(self.step))
         elif isinstance(self._feed, StreamFeed):
-            num_threads = min(1, self._workers)
+            num_threads = min(1, self.workers.number)
         if self.steps is not None:
             tasks = islice(tasks, self.steps - self.step)
-        if self._pins:
-            device = self.device if self.device is not None else torch.device("cuda")
+        if self.workers.pins:
+            device = self.workers.target or torch.device("cuda")
             tasks = (partial(_made_and_pinned, task, device) for task in tasks)
-        return run_ahead(tasks, num_threads, self._prefetch)
+        return run_ahead(tasks, num_threads, self.workers.num_ahead)
 
     def _manned(self) -> Crew:
         """The worker processes, started when first needed."""
         if self._crew is None:
             assert isinstance(self._feed, IndexedFeed)
-            self._crew = Crew(self._feed, self._workers)
+            self._crew = Crew(self._feed, self.workers.number)
             self._end_crew = weakref.finalize(self, self._crew.close)
         return self._crew
 
@@ -269,7 +243,8 @@ class Loader:
         self._ahead = self._held = None
 
     def _moved(self, batch: Any) -> Any:
-        return moved(batch, self.device) if self.device is not None else batch
+        device = self.workers.target
+        return moved(batch, device) if device is not None else batch
 
     def _end(self) -> int | None:
         """The step to stop before, if it is known: `steps`, or the first one of the next epoch."""
@@ -283,15 +258,14 @@ class Loader:
         return -(-epoch * self._rows_per_epoch // self.batch_rows)
 
 
-def _feed(
-    source: Any, recipe: Recipe, *, shuffle: bool, tail: Tail
-) -> tuple[IndexedFeed | StreamFeed, int | None, dict[str, Any]]:
+def _feed(source: Any, recipe: Recipe, samples: Samples) -> tuple[IndexedFeed | StreamFeed, int | None, dict[str, Any]]:
     """What makes the batches, the rows of an epoch if they are known, and what tells this run from others."""
     stream = as_stream(source)
     if stream is not None:
-        return StreamFeed(stream, tail, recipe), None, {"stream": stream.name}
-    catalogue = Catalogue.of(source, recipe.batch_rows, recipe.seed, shuffle=shuffle, tail=tail)
-    return IndexedFeed(catalogue, recipe), catalogue.rows_per_epoch, {"shuffle": shuffle, **catalogue.identity}
+        return StreamFeed(stream, samples.tail, recipe), None, {"stream": stream.name}
+    order = {"shuffle": samples.shuffle}
+    catalogue = Catalogue.of(source, recipe.batch_rows, recipe.seed, shuffle=samples.shuffle, tail=samples.tail)
+    return IndexedFeed(catalogue, recipe), catalogue.rows_per_epoch, {**order, **catalogue.identity}
 
 
 def _ranks(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:

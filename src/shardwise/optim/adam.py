@@ -26,8 +26,11 @@ from shardwise.program import BLOCK, SMALL_NUMEL, Update, state_of
 Tensor = torch.Tensor
 StateDtype = Literal["fp32", "bf16", "int8"]
 MOMENTS = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
-SLICE_NUMEL = 2**18
-"""Elements that are widened at a time: a multiple of the block, and small enough for a cache."""
+CACHE_NUMEL, DEVICE_NUMEL = 2**18, 2**24
+"""Elements that are widened at a time, multiples of the block: on a CPU few enough for a cache; elsewhere enough to
+keep the device busy, and few enough to need no memory to speak of."""
+FUSED_DEVICES = ("cpu", "cuda", "xpu")
+"""Where torch has one kernel for a whole update."""
 
 
 class AdamW(Cooperative):
@@ -61,25 +64,41 @@ class AdamW(Cooperative):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Parameters whose states are as wide as they are go in one call for each group; others slice by slice."""
         loss = evaluated(closure)
+        together = Together()
         for number, param, group in self.members():
-            if param.grad is not None:
-                self._update(number, param, group)
+            if param.grad is None:
+                continue
+            state = self._stepped(param)
+            kind = self._kind(param, group)
+            is_alike = state["exp_avg"].dtype == param.dtype == param.grad.dtype and param.is_contiguous()
+            if kind == "fp32" and is_alike:
+                together.add(param, param.grad, state, group)
+            else:
+                self._update_slices(number, param, param.grad, kind, group)
+        together.update()
         return loss
 
-    def _update(self, number: int, param: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
+    def _stepped(self, param: nn.Parameter) -> dict[str, Any]:
+        """The state of `param`, of one more step than before."""
+        if not self.state[param]:
             self.accept_state(param, {"step": torch.tensor(0.0), **dict.fromkeys(MOMENTS)})
-            state = self.state[param]
+        state: dict[str, Any] = self.state[param]
         state["step"] += 1
-        step = int(state["step"])
-        kept = _Kept(state, self._kind(param, group), self.peers.start_of(param), seed=number * 0x9E3779B1 + step)
-        flat, grad = param.detach().reshape(-1), param.grad.detach().reshape(-1)  # type: ignore[union-attr]  # step asked
+        return state
+
+    def _update_slices(
+        self, number: int, param: nn.Parameter, grads: Tensor, kind: StateDtype, group: Mapping[str, Any]
+    ) -> None:
+        step = int(self.state[param]["step"])
+        kept = _Kept(self.state[param], kind, self.peers.start_of(param), seed=number * 0x9E3779B1 + step)
+        flat, grad = param.detach().reshape(-1), grads.detach().reshape(-1)
         for start, stop in kept.slices(flat.numel()):
             wide = flat[start:stop].to(kept.dtype)
             moments = {name: kept.read(name, start, stop) for name in MOMENTS}
-            update_adamw(wide, grad[start:stop].to(kept.dtype), moments["exp_avg"], moments["exp_avg_sq"], step, group)
+            exp_avg, exp_avg_sq = moments["exp_avg"], moments["exp_avg_sq"]
+            update_adamw([wide], [grad[start:stop].to(kept.dtype)], [exp_avg], [exp_avg_sq], step, group)
             for name, value in moments.items():
                 kept.write(name, start, stop, value)
             if wide.dtype != flat.dtype:
@@ -89,10 +108,9 @@ class AdamW(Cooperative):
 
     def _kind(self, param: nn.Parameter, group: Mapping[str, Any]) -> StateDtype:
         """How the states of `param` are kept: small parameters keep 8-bit ones wide."""
-        shape = self.peers.shape_of(param)
-        is_small = torch.Size(shape).numel() < SMALL_NUMEL
         kind: StateDtype = group["state_dtype"]
-        return "fp32" if kind == "int8" and is_small else kind
+        is_small = kind == "int8" and torch.Size(self.peers.shape_of(param)).numel() < SMALL_NUMEL
+        return "fp32" if is_small else kind
 
     def dense_state(self, param: nn.Parameter) -> dict[str, Any]:
         state = self.state.get(param, {})
@@ -114,7 +132,7 @@ class AdamW(Cooperative):
         if not state:
             self.state[param] = {}
             return
-        own: dict[str, Any] = {"step": torch.as_tensor(state["step"], dtype=torch.float32).clone()}
+        own: dict[str, Any] = {"step": torch.as_tensor(state["step"], dtype=torch.float32).cpu().clone()}
         kept = _Kept(own, self._kind(param, self._group_of(param)), self.peers.start_of(param))
         kept.raise_for(param)
         for name in MOMENTS:
@@ -137,20 +155,51 @@ class AdamW(Cooperative):
         return next(group for group in self.param_groups if any(param is other for other in group["params"]))
 
 
+class Together:
+    """Parameters that one call of AdamW updates: alike in group, step, dtype and device."""
+
+    def __init__(self) -> None:
+        self._alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
+        self._groups: dict[int, Mapping[str, Any]] = {}
+
+    def add(self, param: Tensor, grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> None:
+        """`state` has the moments, in memory as `param` is, and the number of the step that is taken."""
+        self._groups[id(group)] = group
+        if grad.stride() != param.stride():  # torch's kernel goes through memory, and asks nobody
+            grad = torch.empty_like(param).copy_(grad)
+        key = (id(group), int(state["step"]), param.dtype, param.device)
+        self._alike.setdefault(key, []).append((param, grad, state["exp_avg"], state["exp_avg_sq"]))
+
+    def update(self) -> None:
+        for (group, step, _, _), every in self._alike.items():
+            params, grads, exp_avgs, exp_avg_sqs = (list(tensors) for tensors in zip(*every, strict=True))
+            update_adamw(params, grads, exp_avgs, exp_avg_sqs, step, self._groups[group])
+
+
 def update_adamw(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: Mapping[str, Any]
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    step: int,
+    group: Mapping[str, Any],
 ) -> None:
-    """One AdamW update of flat tensors in place, by torch's own function; `step` counts from 1."""
+    """One AdamW update in place of tensors of one dtype and device, by torch's own function; `step` counts from 1.
+
+    Torch reads steps where its kernel runs. They are made there, since a copy from the host would wait for the device.
+    """
     beta1, beta2 = group["betas"]
-    is_fused = param.device.type in ("cpu", "cuda") and param.is_floating_point()
+    device = params[0].device
+    is_fused = device.type in FUSED_DEVICES and params[0].is_floating_point()
+    steps = torch.full((len(params),), step - 1.0, device=device if is_fused else None)
     adamw(
-        [param],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
         [],
-        [torch.tensor(step - 1.0, device=param.device if is_fused else None)],
-        foreach=False,
+        list(steps.unbind()),
+        foreach=not is_fused and device.type != "cpu",
         fused=is_fused,
         amsgrad=False,
         beta1=beta1,
@@ -191,7 +240,8 @@ class _Kept:
         if self._kind == "fp32":
             return [(0, numel)]
         lead = self._start % BLOCK
-        cuts = [0, *range(SLICE_NUMEL - lead, numel, SLICE_NUMEL), numel]
+        slice_numel = CACHE_NUMEL if self._state["exp_avg"].device.type == "cpu" else DEVICE_NUMEL
+        cuts = [0, *range(slice_numel - lead, numel, slice_numel), numel]
         return list(itertools.pairwise(cuts))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:

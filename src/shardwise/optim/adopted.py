@@ -130,9 +130,9 @@ class AdoptedOptimizer:
         """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone."""
         for piece in self.pieces:
             if self._member_of[piece.tensor] is member:
-                touched = piece.flat.touched[piece.index] and piece.span.numel > 0
+                touched = piece.flat.grads.touched_anywhere[piece.index] and piece.span.numel > 0
                 piece.tensor.__class__ = nn.Parameter
-                piece.tensor.grad = piece.flat.due_piece(piece.index) if touched else None
+                piece.tensor.grad = piece.flat.grads.due_piece(piece.index) if touched else None
 
     def offer_nothing(self, member: torch.optim.Optimizer) -> None:
         """Let a step of `member` find no gradient at all."""

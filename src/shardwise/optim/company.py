@@ -42,6 +42,8 @@ class Company:
         self._by_param: dict[nn.Parameter, Piece] = {}
         self._by_place: dict[tuple[str, int], Piece] = {}
         self._norms: Tensor | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None
+        """Of the optimizer's parameters, see `_rows_of`."""
         self._calls: tuple[Make, WorkOut, Apply] | None = None
         self._on_the_way: dict[str, _Passage] = {}
 
@@ -49,6 +51,7 @@ class Company:
         """Learn which piece of which parameter each of the optimizer's entries is."""
         self._by_param = {piece.tensor: piece for piece in pieces}
         self._by_place = {(piece.flat.name, piece.index): piece for piece in pieces}
+        self._rows = None
 
     # -- what an optimizer asks -------------------------------------------------------------------------
 
@@ -59,14 +62,22 @@ class Company:
         return self._by_param[param].span.start
 
     def sum_squares(self, params: Sequence[nn.Parameter], squares: Tensor) -> Tensor:
-        trained = [row for row, param in enumerate(params) if self._is_trained(param)]
-        copies = [self._copies(self._by_param[params[row]].flat) for row in trained]
-        self._norms = (squares[trained] / squares.new_tensor(copies)[:, None]).flatten()
+        if self._rows is None:
+            self._rows = self._rows_of(params, squares)
+        trained, copies = self._rows
+        self._norms = (squares[trained] / copies).flatten()
         self._during()
         summed = torch.zeros_like(squares)
         summed[trained] = self._norms.view(-1, 2)
         self._norms = None
         return summed
+
+    def _rows_of(self, params: Sequence[nn.Parameter], squares: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of parameters that are trained, and how many ranks have each: made where `squares` is, once, because
+        the device would have to be waited for. An optimizer asks about the same parameters in every step."""
+        trained = [row for row, param in enumerate(params) if self._is_trained(param)]
+        copies = [self._copies(self._by_param[params[row]].flat) for row in trained]
+        return torch.tensor(trained, dtype=torch.long, device=squares.device), squares.new_tensor(copies)[:, None]
 
     def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: WorkOut, apply: Apply) -> None:  # noqa: ARG002
         """The program knows which parameters these are."""
@@ -149,7 +160,7 @@ class _Passage:
         self._group = group
         self._collectives = collectives
         self._make, self._work, self._apply = calls
-        self._matrices = [matrix for matrix in over.matrices if flat.touched[matrix.index]]
+        self._matrices = [matrix for matrix in over.matrices if flat.grads.touched_anywhere[matrix.index]]
         self._dtype = torch_dtype(over.dtype)
         self._given: list[Tensor] = []
         self._whole: dict[int, Tensor] = {}

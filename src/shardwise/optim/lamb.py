@@ -68,7 +68,7 @@ class Lamb(Cooperative):
 
     def _direction(self, param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
         state, (beta1, beta2) = self.state[param], group["betas"]
-        step = state["step"].item()
+        step = int(state["step"])  # on the host
         root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
         direction: Tensor = (state["exp_avg"] / (1 - beta1**step)).div_(root)
         return direction.add_(param, alpha=group["weight_decay"])

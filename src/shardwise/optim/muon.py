@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, ModelError
-from shardwise.optim.adam import update_adamw
+from shardwise.optim.adam import Together
 from shardwise.optim.cooperative import Cooperative, Params, evaluated
 from shardwise.program import States, Update
 
@@ -102,9 +102,7 @@ class Muon(Cooperative):
 
         matrices = [param for param, group in groups.items() if group["use_muon"]]
         self.peers.each_matrix(matrices, make, work, apply)
-        for param, group in groups.items():
-            if param.grad is not None and not group["use_muon"]:
-                self._adamw(param, group)
+        self._update_others({param: group for param, group in groups.items() if not group["use_muon"]})
         return loss
 
     def _momentum(self, param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
@@ -119,15 +117,20 @@ class Muon(Cooperative):
         dtype = torch.bfloat16 if group["iterate_in"] == "bf16" else torch.float32
         return given.to(dtype, copy=given is buffer).reshape(-1)
 
-    def _adamw(self, param: nn.Parameter, group: Mapping[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-        state["step"] += 1
-        settings = {**group, "eps": group["adamw_eps"]}
-        assert param.grad is not None
-        update_adamw(param, param.grad, state["exp_avg"], state["exp_avg_sq"], int(state["step"]), settings)
+    def _update_others(self, groups: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """AdamW for what is no matrix, in one call for each group."""
+        settings = {id(group): {**group, "eps": group["adamw_eps"]} for group in groups.values()}
+        together = Together()
+        for param, group in groups.items():
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+            state["step"] += 1
+            together.add(param, param.grad, state, settings[id(group)])
+        together.update()
 
 
 def orthogonalized(matrix: Tensor, coefficients: Coefficients, num_steps: int, eps: float) -> Tensor:

@@ -9,7 +9,7 @@ may begin or end inside a block, and then has a scale of its own for its part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,12 +18,21 @@ from shardwise.program import BLOCK
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Levels:
     """The 256 values of a code, ascending, and the 255 boundaries between them."""
 
     values: Tensor
     bounds: Tensor
+    _elsewhere: dict[torch.device, Levels] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> Levels:
+        """The same tables on `device`, taken there once: to copy them waits for the device."""
+        if device == self.values.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = Levels(self.values.to(device), self.bounds.to(device))
+        return self._elsewhere[device]
 
     @classmethod
     def dynamic(cls, *, signed: bool) -> Levels:
@@ -52,14 +61,14 @@ def encode(values: Tensor, start: int, levels: Levels) -> tuple[Tensor, Tensor]:
     farthest = blocks.abs().argmax(1, keepdim=True)
     scales = blocks.gather(1, farthest)
     normed = blocks / torch.where(scales == 0, 1, scales)
-    codes = torch.bucketize(normed, levels.bounds.to(values.device), out_int32=True).to(torch.uint8)
+    codes = torch.bucketize(normed, levels.on(values.device).bounds, out_int32=True).to(torch.uint8)
     return codes.view(-1)[lead : lead + values.numel()], scales.view(-1)
 
 
 def decode(codes: Tensor, scales: Tensor, start: int, levels: Levels) -> Tensor:
     """The values, flat, in fp32, that `codes` and `scales` stand for."""
     lead = start % BLOCK
-    values = levels.values.to(codes.device)[codes.int()]
+    values = levels.on(codes.device).values[codes.int()]
     return (_in_blocks(values, lead) * scales[:, None]).view(-1)[lead : lead + codes.numel()]
 
 

@@ -20,7 +20,7 @@ def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes],
     """
     if not norm_type > 0:
         raise ConfigError(f"A norm of type {norm_type} cannot be summed over ranks; give a positive one, or inf.")
-    dues = [(flat.due, num_copies(flat)) for flat in flats if flat.due is not None]
+    dues = [(flat.grads.due, num_copies(flat)) for flat in flats if flat.grads.due is not None]
     if math.isinf(norm_type):
         mine = [float(torch.linalg.vector_norm(due, math.inf)) for due, _ in dues if due.numel()]
         told = _told(max(mine, default=0.0), exchange)
@@ -43,7 +43,7 @@ def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes]
     mine = []
     for flat in flats:
         for index in range(len(flat.slots)):
-            piece = flat.due_piece(index) if flat.touched[index] else None
+            piece = flat.grads.due_piece(index) if flat.grads.touched_anywhere[index] else None
             if piece is None or not piece.numel():
                 mine.append(0.0)
                 continue

@@ -7,41 +7,90 @@ where its `.grad` would be None. One that only some ranks reached is updated by 
 
 [Note: one number for two] Ranks with something to reduce and ranks with news are counted in one element, the latter in
 units of `_NEWS`. fp32 counts exactly as long as either are fewer than that.
+
+[Note: agreed by messages] On a CPU the host reads the sum, which costs nothing. On a device it would wait for all that
+it has queued, in every step. What a host has to know to go on (which parameters have a gradient, whether some are left
+to reduce, whether buffers changed) are facts of hosts, and so they travel in a message between hosts, of one byte
+where nothing has changed since the last. The norm stays on the device until somebody looks at it (`LateFloat`), and
+gradients are clipped there. Only what nobody can know without the device is read at once, in one read: whether fp16
+has overflowed, and whether a buffer that rests on the device has changed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import Protocol
 
 import torch
 
 from shardwise.comm import Collectives, Group, sum_small
+from shardwise.precision.late import LateFloat, Norm, root
 from shardwise.program import verdict_dtype, verdict_numel
 from shardwise.storage import Flat, torch_dtype
 
+Tensor = torch.Tensor
 _NEWS = 4096.0
+_LEFT, _HAS_NEWS, _READS, _SAME_MARKS = 1, 2, 4, 8
+
+
+class News(Protocol):
+    """Who may have something to tell all ranks, once per step."""
+
+    def has_news(self) -> bool:
+        """As far as the host knows."""
+        ...
+
+    def news_on_device(self) -> Tensor | None:
+        """As far as only the device knows: a bool without dimensions; `None` if it knows nothing."""
+        ...
+
+
+class NoNews:
+    """There never is any."""
+
+    def has_news(self) -> bool:
+        return False
+
+    def news_on_device(self) -> None:
+        return
 
 
 class Verdict:
-    """The verdict of one step at a time, over the trainable flat buffers of one model."""
+    """The verdict of one step at a time, over the trainable flat buffers of one model.
+
+    With `exchange` ranks agree by messages, see the note; `must_know_norm` is for fp16, where a step depends on it.
+    """
 
     def __init__(
         self,
         flats: Sequence[Flat],
         collectives: Collectives,
         groups: Mapping[str, Group],
-        has_news: Callable[[], bool] | None = None,
+        news: News,
+        *,
+        exchange: Callable[[bytes], list[bytes]] | None = None,
+        must_know_norm: bool = False,
     ) -> None:
         self._flats = [flat for flat in flats if flat.spec.trainable]
         self._collectives = collectives
         self._groups = groups
-        self._vector: torch.Tensor | None = None
-        self._has_news = has_news
+        self._news = news
+        self._exchange = exchange
+        self._must_know_norm = must_know_norm
+        self._dtype = torch_dtype(verdict_dtype([flat.spec for flat in self._flats]))
+        self._vector: Tensor | None = None
+        self._reads = False
+        """Whether this rank has asked its device something in this step that the host has to know."""
+        self._said_last: bytes | None = None
+        self._marks: dict[int, int] = {}
+        """By rank: which parameters it has touched, a byte for each, as it said last."""
         self.is_incomplete = False
         """Whether some rank still has gradients to reduce, so that this verdict was early."""
         self.is_news = False
-        """Whether `has_news` was true on some rank; see [Note: one number for two]."""
+        """Whether there was news on some rank; see [Note: one number for two]."""
 
     def sum_over(self, axis: str) -> None:
         """Add up what the ranks along `axis` say. All of them call, once per axis and step."""
@@ -49,51 +98,92 @@ class Verdict:
             self._vector = self._own()
         self._vector = sum_small(self._vector, self._collectives, self._groups[axis])
 
-    def pronounce(self) -> float:
+    def pronounce(self) -> Norm:
         """Settle which parameters were touched anywhere and return the global 2-norm of the gradients."""
         vector = self._own() if self._vector is None else self._vector
         self._vector = None
-        squared, told, *touched = vector.tolist()
+        if self._exchange is None:
+            squared, told, *touched = vector.tolist()
+            self._settle(told, [count > 0 for count in touched])
+            return root(squared)
+        flags = self._agree(self._exchange)
+        if not flags & _READS:
+            return LateFloat(vector[0])
+        squared, told = vector[:2].tolist()
+        self.is_news |= told >= _NEWS
+        return root(squared)
+
+    def _settle(self, told: float, touched: Sequence[bool]) -> None:
         self.is_news, self.is_incomplete = told >= _NEWS, told % _NEWS > 0
         start = 0
         for flat in self._flats:
-            flat.touched = [count > 0 for count in touched[start : start + len(flat.slots)]]
+            flat.grads.touched_anywhere = list(touched[start : start + len(flat.slots)])
             start += len(flat.slots)
-        return math.sqrt(squared) if squared >= 0 else math.nan
 
-    def _own(self) -> torch.Tensor:
+    def _own(self) -> Tensor:
         """This rank's summand. Ranks that hold the same elements share in their norm."""
-        touched = [float(mark) for flat in self._flats for mark in flat.touched]
+        touched = self._touched_here()
         device = self._flats[0].device if self._flats else torch.device("cpu")
-        told = float(any(flat.has_partial_inbox() for flat in self._flats))
-        if self._has_news is not None and self._has_news():
-            told += _NEWS
-        dtype = torch_dtype(verdict_dtype([flat.spec for flat in self._flats]))
-        vector = torch.tensor([0.0, told, *touched], dtype=dtype, device=device)
+        if self._exchange is None:
+            told = float(self._has_left()) + _NEWS * self._news.has_news()
+            vector = torch.tensor([0.0, told, *map(float, touched)], dtype=self._dtype, device=device)
+        else:
+            vector = torch.zeros(2 + len(touched), dtype=self._dtype, device=device)
+            news = self._news.news_on_device()
+            self._reads = news is not None or self._must_know_norm
+            if news is not None:
+                vector[1] = news * _NEWS
         assert vector.numel() == verdict_numel(len(touched))
         for flat in self._flats:
-            if flat.due is not None:
-                vector[0] += torch.linalg.vector_norm(flat.due, dtype=dtype) ** 2 / num_copies(flat)
+            due = flat.grads.due
+            if due is not None:
+                vector[0] += torch.linalg.vector_norm(due, dtype=self._dtype) ** 2 / num_copies(flat)
         return vector
 
+    def _touched_here(self) -> list[bool]:
+        return [mark for flat in self._flats for mark in flat.grads.touched_here]
 
-def clip(flats: Sequence[Flat], norm: float, max_norm: float) -> bool:
+    def _has_left(self) -> bool:
+        return any(flat.grads.has_partial_inbox() for flat in self._flats)
+
+    def _agree(self, exchange: Callable[[bytes], list[bytes]]) -> int:
+        """Tell the other hosts what this one knows, and settle what all know; returns the flags of all ranks."""
+        mine = bytes(self._touched_here())
+        is_same = mine == self._said_last
+        flags = self._has_left() * _LEFT | self._news.has_news() * _HAS_NEWS | self._reads * _READS
+        said = exchange(bytes([flags | is_same * _SAME_MARKS]) + (b"" if is_same else mine))
+        self._said_last = mine
+        together = 0
+        for rank, message in enumerate(said):
+            together |= message[0]
+            if not message[0] & _SAME_MARKS:
+                self._marks[rank] = int.from_bytes(message[1:], "little")
+        touched = reduce(or_, set(self._marks.values())).to_bytes(len(mine), "little")
+        told = float(bool(together & _LEFT)) + _NEWS * bool(together & _HAS_NEWS)
+        self._settle(told, [mark > 0 for mark in touched])
+        return together
+
+
+def clip(flats: Sequence[Flat], norm: Norm, max_norm: float) -> bool:
     """Scale the gradients so that their global norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
-    Returns whether that changed them.
+    Returns whether that may have changed them. A norm that is still on its device stays there.
     """
-    factor = max_norm / (norm + 1e-6)
+    if isinstance(norm, LateFloat) and not norm.is_known:
+        scale_gradients(flats, (max_norm / (norm.on_device() + 1e-6)).clamp(max=1.0))
+        return True
+    factor = max_norm / (float(norm) + 1e-6)
     if factor < 1 or math.isnan(factor):
         scale_gradients(flats, factor)
         return True
     return False
 
 
-def scale_gradients(flats: Sequence[Flat], factor: float) -> None:
-    """Multiply every gradient, once it is where the update needs it."""
-    for flat in flats:
-        if flat.due is not None:
-            flat.due.mul_(factor)
+def scale_gradients(flats: Sequence[Flat], factor: float | Tensor) -> None:
+    """Multiply every gradient, once it is where the update needs it, by a number or a tensor without dimensions."""
+    dues = [flat.grads.due for flat in flats if flat.grads.due is not None]
+    if dues:
+        torch._foreach_mul_(dues, factor)
 
 
 def num_copies(flat: Flat) -> int:

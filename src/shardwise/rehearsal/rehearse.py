@@ -176,7 +176,7 @@ class _Stage:
     def after_backward(self, unit: Unit) -> None:
         self._open.discard(unit.name)
         for flat in unit.flats:
-            flat.drop_gradients()
+            flat.grads.drop()
         self._mark(Moment("after", "backward", unit.name))
 
     def await_graph(self, unit: Unit) -> None:
@@ -184,7 +184,7 @@ class _Stage:
 
     def end_of_backward(self) -> None:
         for unit in self._twin.units:
-            if any(any(flat.touched) for flat in unit.flats):  # some of its parameters got no gradient
+            if any(any(flat.grads.touched_here) for flat in unit.flats):  # some of its parameters got no gradient
                 self._hooks.watch_inputs(unit)
                 self.is_wiser = True
                 self.after_backward(unit)

@@ -20,10 +20,18 @@ from torch import nn
 from shardwise.errors import ModelError
 from shardwise.rehearsal.integers import like
 from shardwise.runtime.hooks import tensors_in
-from shardwise.storage import Flat, FullState, Unit, torch_dtype
+from shardwise.storage import Flat, FlatGradients, FullState, Unit, torch_dtype
 from shardwise.telemetry import ByteMeter
 
 OURS = f"{__name__.partition('.')[0]}."
+
+
+class TwinGradients(FlatGradients):
+    """Gradients of which only note is taken."""
+
+    def arrive(self, index: int, grad: torch.Tensor) -> None:  # noqa: ARG002  # only that it came
+        self.touched_here[index] = True
+        self._arrived.add(index)
 
 
 class TwinFlat(Flat):
@@ -33,6 +41,7 @@ class TwinFlat(Flat):
         super().__init__(flat.spec, flat.slots, flat.params, flat.coordinate, ByteMeter(), device)
         self.full = torch.empty(flat.spec.numel, dtype=torch_dtype(flat.spec.table.compute), device=device)
         self.params = tuple(self._param(index) for index in range(len(flat.slots)))
+        self.grads = TwinGradients(flat.spec, flat.slots, flat.coordinate, self.meter, device)
 
     def _param(self, index: int) -> nn.Parameter:
         slot, original = self.slots[index], self.params[index]
@@ -40,10 +49,6 @@ class TwinFlat(Flat):
         param = nn.Parameter(view, requires_grad=original.requires_grad)
         param.__dict__.update(original.__dict__)  # some models note things on their parameters
         return param
-
-    def arrive(self, index: int, grad: torch.Tensor) -> None:  # noqa: ARG002  # only that it came
-        self.touched[index] = True
-        self._arrived.add(index)
 
     def become(self, state: FullState) -> None:
         if not self.spec.resident:

@@ -6,7 +6,7 @@ from shardwise.runtime.compiled import check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.hooks import NO_COPY, changed_inside
 from shardwise.runtime.mover import Mover
-from shardwise.runtime.runner import Runner
+from shardwise.runtime.runner import Runner, Settings
 
 __all__ = [
     "NO_COPY",
@@ -16,6 +16,7 @@ __all__ = [
     "Executor",
     "Mover",
     "Runner",
+    "Settings",
     "changed_inside",
     "check_backend",
 ]

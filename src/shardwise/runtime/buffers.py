@@ -5,13 +5,15 @@ first one's, rank 0's where there are no model axes.
 that is assigned anew. So before each verdict a rank compares its buffers with what they were when the ranks last
 agreed, by object and by bytes; version counters would not do, because batch norm and `.data` write without them.
 Buffers that are known to change are not compared, they are sent. What is new on any rank is told with the verdict,
-which travels anyway, and only then do the ranks exchange names and shapes.
+which travels anyway, and only then do the ranks exchange names and shapes. Buffers on a device are compared there, and
+what came of it goes with the verdict as a tensor.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 
 import torch
 from torch import nn
@@ -32,8 +34,10 @@ _WORDS = 1024
 class BufferSync:
     """Finds out which buffers change on any rank, and from then on keeps them the same."""
 
-    def __init__(self, model: nn.Module, data_group: DataGroup) -> None:
+    def __init__(self, model: nn.Module, data_group: DataGroup, on_host: Callable[[torch.device], bool]) -> None:
+        """`on_host(device)` says whether the host can look at what lies there without waiting."""
         self._data_group = data_group
+        self._on_host = on_host
         self._owners = {f"{name}." if name else "": module._buffers for name, module in model.named_modules()}
         self._shared: dict[str, Layout] = {}
         """The buffers that are kept the same, and what they are on rank 0."""
@@ -49,7 +53,13 @@ class BufferSync:
             is_as_known = self._watch.knows(name, buffer) if layout is None else _layout(buffer) == layout
             if not is_as_known:
                 return True
-        return self._watch.has_seen_change()
+        return any(self._watch.has_seen_change(device) for device in self._watch.devices if self._on_host(device))
+
+    def news_on_device(self) -> Tensor | None:
+        """The same of what lies where the host does not look: a bool without dimensions, `None` if nothing does."""
+        away = [device for device in self._watch.devices if not self._on_host(device)]
+        changes = [self._watch.change_on(device) for device in away]
+        return reduce(torch.logical_or, (changed.to(away[0]) for changed in changes[1:]), changes[0]) if away else None
 
     def learn(self) -> int:
         """Settle which buffers are kept the same; returns the bytes that a step sends for it. All ranks call."""
@@ -149,8 +159,16 @@ class _Watch:
             return False
         return name not in self._addresses or self._addresses[name] == buffer.data_ptr()
 
-    def has_seen_change(self) -> bool:
-        return any(not torch.equal(self._seen[on], _digest(views.values())) for on, views in self._bytes.items())
+    @property
+    def devices(self) -> list[torch.device]:
+        return list(self._bytes)
+
+    def has_seen_change(self, device: torch.device) -> bool:
+        return not torch.equal(self._seen[device], _digest(self._bytes[device].values()))
+
+    def change_on(self, device: torch.device) -> Tensor:
+        """The same as a tensor on `device`, for which nobody waits."""
+        return (self._seen[device] != _digest(self._bytes[device].values())).any()
 
     def changed(self) -> set[str]:
         """The names of those whose bytes are others now."""

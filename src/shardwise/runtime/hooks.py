@@ -18,6 +18,7 @@ and anew in each backward.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -91,10 +92,15 @@ class _Use:
 
 
 class Hooks:
-    """The hooks of one model. `remove()` leaves it as it was."""
+    """The hooks of one model. `remove()` leaves it as it was.
+
+    Whoever is told owns the hooks and is known to them weakly, so that its buffers go with it, and do not wait for a
+    garbage collection. A graph may outlive both: sent back then, it raises `StateError`.
+    """
 
     def __init__(self, root: nn.Module, units: list[Unit], listener: Listener) -> None:
-        self._listener = listener
+        self._alive = weakref.ref(listener)
+        self._listener: Listener = weakref.proxy(listener)
         self._units = units
         self._uses = {unit.name: _Use() for unit in units}
         self._inputs_decide: set[str] = set()
@@ -250,11 +256,17 @@ class Hooks:
 
     def _open_for_gradient(self, unit: Unit) -> None:
         """A gradient has come; a forward that is recomputed in a backward does not lead here."""
+        if self._alive() is None:
+            raise StateError(
+                "The engine that held this model's parameters is gone, or follows another plan now, so what was "
+                "computed before cannot be sent back. Run the forward again."
+            )
         if torch.is_grad_enabled():  # backward(create_graph=True)
             self._listener.await_graph(unit)
         self._open_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
+        grads = flat.grads
         for index, param in enumerate(flat.params):
 
             def arrived(param: Tensor, index: int = index) -> None:
@@ -276,8 +288,8 @@ class Hooks:
                     )
                 if not self._awaits_end:
                     self._await_end()
-                flat.arrive(index, grad)
-                if flat.complete():
+                grads.arrive(index, grad)
+                if grads.complete():
                     self._close_backward(unit)
 
             handle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
@@ -290,13 +302,13 @@ class Hooks:
 
     def _close_backward(self, unit: Unit) -> None:
         use = self._uses[unit.name]
-        have_all = all(flat.complete() for flat in unit.flats if flat.spec.trainable)
+        have_all = all(flat.grads.complete() for flat in unit.flats if flat.spec.trainable)
         waits = any(call.num_left > 0 for call in use.sent_back)
         inputs_decide = unit.name in self._inputs_decide and any(call.num_inputs for call in use.sent_back)
         if not waits and (have_all or inputs_decide):
             use.sent_back.clear()
             for flat in unit.flats:
-                flat.expect_all()
+                flat.grads.expect_all()
             self._listener.after_backward(unit)
 
     def _await_end(self) -> None:
@@ -309,7 +321,7 @@ class Hooks:
             use.sent_back.clear()
         for unit in self._units:
             for flat in unit.flats:
-                flat.expect_all()
+                flat.grads.expect_all()
         self._listener.end_of_backward()
 
     def forget(self) -> None:
@@ -317,7 +329,7 @@ class Hooks:
         self._awaits_end = False
         for unit in self._units:
             for flat in unit.flats:
-                flat.expect_all()
+                flat.grads.expect_all()
         for use in self._uses.values():
             use.depth = 0
             use.call = None

@@ -158,11 +158,11 @@ class Mover:
         reduction, group = self._sum(action), self._groups[action.over]
         source, dtype = reduction.current, self._dtype_of(action, reduction)
         numel, flat = source.numel() // len(group.ranks), self.flat
-        is_kept, is_same_dtype = flat.is_in_room(source), source.dtype == dtype
+        is_kept, is_same_dtype = flat.grads.is_in_room(source), source.dtype == dtype
         if adds_in_place(action.effect, is_same_dtype=is_same_dtype, is_kept=is_kept):
             out = source[group.index * numel : (group.index + 1) * numel]
         else:
-            out = flat.sum_memory(numel, dtype)
+            out = flat.grads.sum_memory(numel, dtype)
         self._journal.subject = self._name
         work = self._collectives.reduce_scatter(out, source, group, self._wire)
         reduction.start(out, work, self._staging_bytes(action, source, group))
@@ -171,12 +171,12 @@ class Mover:
         """Start to sum over one axis; each rank gets all of it."""
         reduction, group = self._sum(action), self._groups[action.over]
         source, dtype = reduction.current, self._dtype_of(action, reduction)
-        is_kept, is_same_dtype = self.flat.is_in_room(source), source.dtype == dtype
+        is_kept, is_same_dtype = self.flat.grads.is_in_room(source), source.dtype == dtype
         can_stay = is_kept or not self._collectives.is_buffer_scarce
         if can_stay and adds_in_place(action.effect, is_same_dtype=is_same_dtype, is_kept=is_kept):
             out = source
         else:
-            out = self.flat.sum_memory(source.numel(), dtype)
+            out = self.flat.grads.sum_memory(source.numel(), dtype)
         self._journal.subject = self._name
         work = self._collectives.all_reduce(out, source, group, self._wire)
         reduction.start(out, work, self._staging_bytes(action, source, group))
@@ -200,12 +200,12 @@ class Mover:
     def wait_grad(self, _: Action) -> None:
         """The gradient of one more backward waits for the step."""
         if self._reduction is not None:
-            self.flat.keep_grad(self._ended(self._reduction))
+            self.flat.grads.keep_grad(self._ended(self._reduction))
 
     def wait_due(self, _: Action) -> None:
         """The update can read its gradient."""
         if self._reduction is not None:
-            self.flat.keep_due(self._ended(self._reduction))
+            self.flat.grads.keep_due(self._ended(self._reduction))
 
     def _sum(self, action: Action) -> _Reduction:
         """What gradients have been summed to so far; at first, where the action's subject has them from."""
@@ -214,14 +214,14 @@ class Mover:
         return self._reduction
 
     def _of_backward(self) -> _Reduction:
-        inbox = self.flat.open_inbox()
+        inbox = self.flat.grads.open_inbox()
         return _Reduction(inbox.memory, self.flat, inbox)
 
     def _of_waiting(self) -> _Reduction:
-        source = self.flat.take_grad()
+        source = self.flat.grads.take_grad()
         if source is None:  # no backward reached this buffer here, but others may wait for our part
-            numel, dtype = self.flat.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
-            source = self.flat.sum_memory(numel, dtype).zero_()
+            numel, dtype = self.flat.grads.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
+            source = self.flat.grads.sum_memory(numel, dtype).zero_()
         return _Reduction(source, self.flat, None)
 
     def _dtype_of(self, action: Action, reduction: _Reduction) -> torch.dtype:
@@ -246,9 +246,9 @@ class Mover:
 
     def keep_due(self) -> None:
         """Where gradients wait as the update needs them, nothing moves."""
-        grad = self.flat.take_grad()
+        grad = self.flat.grads.take_grad()
         if grad is not None:
-            self.flat.keep_due(grad)
+            self.flat.grads.keep_due(grad)
 
     def abandon(self) -> None:
         """Wait for whatever is on its way and forget it. What will never come has been complained about already."""
@@ -297,7 +297,7 @@ class _Reduction:
         self._inbox = inbox
         """What `current` is the memory of, as long as it is that of an inbox."""
         self._meter = flat.meter
-        self._meter.hold("working", flat.bytes_beside_room(source))
+        self._meter.hold("working", flat.grads.bytes_beside_room(source))
         self._next: Tensor | None = None
         self._work: Work | None = None
         self._staging_bytes = 0
@@ -306,7 +306,7 @@ class _Reduction:
         self.num_started = 0
 
     def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
-        beside = self._flat.bytes_beside_room
+        beside = self._flat.grads.bytes_beside_room
         is_alike = (out.numel(), beside(out)) == (self.current.numel(), beside(self.current))
         self._is_replaced = out is self.current or is_alike
         if not self._is_replaced:
@@ -321,18 +321,18 @@ class _Reduction:
         self._work.wait()
         self._meter.drop("working", self._staging_bytes)
         if not self._is_replaced:
-            self._meter.drop("working", self._flat.bytes_beside_room(self.current))
+            self._meter.drop("working", self._flat.grads.bytes_beside_room(self.current))
             if self._inbox is not None:
-                self._flat.take_back(self._inbox)
+                self._flat.grads.take_back(self._inbox)
         self._inbox = None
         self.current, self._next, self._work = self._next, None, None
 
     def finish(self, cast: Tensor) -> None:
-        beside = self._flat.bytes_beside_room
+        beside = self._flat.grads.bytes_beside_room
         self._meter.hold("working", beside(cast) - beside(self.current))
         self.current, self._inbox = cast, None
         self.num_started += 1
 
     def release(self) -> None:
         """From here on whoever takes `current` counts its bytes."""
-        self._meter.drop("working", self._flat.bytes_beside_room(self.current))
+        self._meter.drop("working", self._flat.grads.bytes_beside_room(self.current))

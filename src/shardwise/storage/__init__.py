@@ -2,8 +2,9 @@
 
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import AtRest, Flat, FullState, is_at_rest
+from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.inbox import Inbox
-from shardwise.storage.memory import is_dense
+from shardwise.storage.memory import is_dense, on_host
 from shardwise.storage.overlap import agrees, copy_into, may_overlap
 from shardwise.storage.rows import Row, rows_for
 from shardwise.storage.select import UnitChoice, choose_units
@@ -13,6 +14,7 @@ from shardwise.storage.unit import Unit, make_unit, unit_spec
 __all__ = [
     "AtRest",
     "Flat",
+    "FlatGradients",
     "FullState",
     "Inbox",
     "Row",
@@ -25,6 +27,7 @@ __all__ = [
     "is_dense",
     "make_unit",
     "may_overlap",
+    "on_host",
     "rows_for",
     "share",
     "torch_dtype",

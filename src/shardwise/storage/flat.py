@@ -23,11 +23,11 @@ import torch
 
 from shardwise.comm import Common
 from shardwise.placement import Slot, Span
-from shardwise.program import FlatSpec, fills_grad, reduce_due
+from shardwise.program import FlatSpec
 from shardwise.storage.dtypes import torch_dtype
-from shardwise.storage.inbox import Inbox, place
+from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.releasable import Releasable, releasable
-from shardwise.storage.room import Memory, OwnMemory, Room
+from shardwise.storage.room import Memory, OwnMemory
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -54,11 +54,11 @@ def is_at_rest(param: object) -> bool:
 
 
 class Flat:
-    """One flat buffer on one rank: the parameters' bytes at rest and whole, and their gradients.
+    """One flat buffer on one rank: the parameters' bytes at rest and whole. `grads` are their gradients.
 
-    `param`, `held`, `master`, `grad` and `due` are this rank's ranges of the places that the table gives
-    them; `full` is everything, its storage empty while it is not gathered. `master` is what the optimizer
-    updates: a range of `param` itself where the dtypes agree. `inbox` is where a backward leaves gradients.
+    `param`, `held` and `master` are this rank's ranges of the places that the table gives them; `full` is everything,
+    its storage empty while it is not gathered. `master` is what the optimizer updates: a range of `param` itself where
+    the dtypes agree.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class Flat:
         table, layout = spec.table, spec.layout
         self.param_span = layout.span(table.param.shard, coordinate)
         self.held_span = layout.span(table.held.shard, coordinate)
-        self.grad_span = layout.span(table.grad.shard, coordinate)
         self.optim_span = layout.span(table.optim.shard, coordinate)
         self.state = FullState.RESIDENT if spec.resident else FullState.ABSENT
         self.stays = False
@@ -93,30 +92,8 @@ class Flat:
         """Where the parameters rest, if that is common memory; given before the first values."""
         self.own_memory = OwnMemory(device)
         self.memory: Memory = self.own_memory
-        """For what is sent from where it lies: gradients, and parameters that are updated in parts."""
-        self._waits_in_inbox = not reduce_due(spec)
-        at_rest = table.grad.dtype if self._waits_in_inbox else table.wire
-        self._inbox_dtype = torch_dtype(at_rest)
-        self._wire = torch_dtype(table.wire)
-        self._scale = 1.0
-        for axis in table.axes:
-            self._scale /= spec.mesh.size(axis)
-        grad_dtype = torch_dtype(table.grad.dtype)
-        self._room = Room(self.grad_span.numel, grad_dtype, meter) if spec.keeps_room else None
-        self._fills_grad = fills_grad(spec)
-        self._factor = _factor(self._scale, torch_dtype(table.compute))
-        self.inbox: Inbox | None = None
-        self._places = [place(slot) for slot in self.slots]
-        self._room_inbox: Inbox | None = None
-        self._used_inbox: Inbox | None = None
-        """One without bytes, for a later backward; see [Note: an inbox is used again]."""
-        self.grad: Tensor | None = None
-        self.due: Tensor | None = None
-        self._in_inbox = [False] * len(self.slots)
-        self._gaps = _gaps(self.slots, spec.numel)
-        self.touched = [False] * len(self.slots)
-        self._arrived: set[int] = set()
-
+        """For what is sent from where it lies: parameters that are updated in parts."""
+        self.grads = FlatGradients(spec, self.slots, coordinate, meter, device)
         self._plain_types: tuple[type, ...] = ()
         self._resting_types: tuple[type, ...] = ()
         self.is_resting = False
@@ -130,6 +107,10 @@ class Flat:
     def is_whole(self) -> bool:
         """Whether all of `full` can be read."""
         return self.state is FullState.READY or self.state is FullState.RESIDENT
+
+    def send_from(self, memory: Memory) -> None:
+        """What is sent from where it lies is to lie in `memory`. Said before the first values."""
+        self.memory = self.grads.memory = memory
 
     # -- birth ------------------------------------------------------------------------------------------
 
@@ -294,143 +275,6 @@ class Flat:
             for param, resting in zip(self.params, self._resting_types, strict=True):
                 param.__class__ = resting
 
-    # -- gradients --------------------------------------------------------------------------------------
-
-    def arrive(self, index: int, grad: Tensor) -> None:
-        """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
-        view = (self.inbox or self._opened_inbox()).views[index]
-        if self._in_inbox[index]:
-            view.add_(grad, alpha=self._scale)
-        else:
-            torch.mul(grad, self._factor, out=view)
-        self._in_inbox[index] = True
-        self.touched[index] = True
-        self._arrived.add(index)
-
-    def _opened_inbox(self) -> Inbox:
-        """The inbox; a new one is undefined, but zero between parameters."""
-        if self.inbox is None:
-            self.inbox = self._new_inbox()
-            memory = self.inbox.memory
-            for gap in self._gaps:
-                _part(memory, gap).zero_()
-            self.meter.hold("grad" if self._waits_in_inbox else "working", self.bytes_beside_room(memory))
-        return self.inbox
-
-    def _new_inbox(self) -> Inbox:
-        if self._room is not None and self._fills_grad:
-            room = self._room.take(self.memory if self._inbox_dtype == self._wire else self.own_memory)
-            if room is not None:
-                self._room_inbox = self._room_inbox or Inbox(room, self._places)
-                return self._room_inbox
-        used, self._used_inbox = self._used_inbox, None
-        if used is not None:
-            used.raise_bytes()
-            return used
-        memory = self.own_memory if self._waits_in_inbox else self.memory
-        return Inbox(memory.buffer(self.spec.numel, self._inbox_dtype), self._places)
-
-    def take_back(self, inbox: Inbox) -> None:
-        """`inbox` has been summed elsewhere, and nobody reads it any more: a later backward uses it again."""
-        if not self.is_in_room(inbox.memory) and inbox.free_bytes():
-            self._used_inbox = inbox
-
-    def complete(self) -> bool:
-        """Whether every parameter's gradient of this backward has come."""
-        return len(self._arrived) == len(self.slots)
-
-    def expect_all(self) -> None:
-        """The next backward's gradients are still to come, all of them."""
-        self._arrived.clear()
-
-    def has_partial_inbox(self) -> bool:
-        """Whether gradients lie in an inbox that should have been reduced by now."""
-        return self.inbox is not None and not self._waits_in_inbox
-
-    def open_inbox(self) -> Inbox:
-        """What the backward left, ready to be reduced; zeros if it left nothing here."""
-        self._opened_inbox()
-        inbox = self.close_inbox()
-        assert inbox is not None
-        return inbox
-
-    def close_inbox(self) -> Inbox | None:
-        """What the backward left, zero for parameters that it did not reach."""
-        inbox, self.inbox = self.inbox, None
-        if inbox is None:
-            return None
-        for slot, arrived in zip(self.slots, self._in_inbox, strict=True):
-            if not arrived:
-                _part(inbox.memory, slot.span).zero_()
-        self._in_inbox = [False] * len(self.slots)
-        self.meter.drop("grad" if self._waits_in_inbox else "working", self.bytes_beside_room(inbox.memory))
-        return inbox
-
-    # -- where gradients wait ---------------------------------------------------------------------------
-
-    def sum_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory for so much of a sum: where it is to wait, if that is all of it."""
-        if self._room is not None and self._room.fits(numel, dtype):
-            room = self._room.take(self.own_memory)
-            if room is not None:
-                return room
-        return self.own_memory.buffer(numel, dtype)
-
-    def is_in_room(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in memory that stays: sums may be made where it is."""
-        return self._room is not None and self._room.has(tensor)
-
-    def bytes_beside_room(self, tensor: Tensor) -> int:
-        """What `tensor` takes besides that."""
-        return 0 if self.is_in_room(tensor) else tensor.nbytes
-
-    def keep_grad(self, reduced: Tensor) -> None:
-        """Add a micro-batch's reduced gradient to what waits for the step."""
-        if self.grad is None:
-            self.grad = reduced
-            self.meter.hold("grad", self.bytes_beside_room(reduced))
-        else:
-            self.grad.add_(reduced)
-
-    def take_grad(self) -> Tensor | None:
-        """Hand over what has waited for the step; from here on it is the caller's."""
-        if self._waits_in_inbox:
-            inbox = self.close_inbox()
-            return inbox.memory if inbox is not None else None
-        grad, self.grad = self.grad, None
-        if grad is not None:
-            self.meter.drop("grad", self.bytes_beside_room(grad))
-        return grad
-
-    @property
-    def _kind_of_due(self) -> str:
-        """What waits besides gradients' own memory is no more than on its way."""
-        return "grad" if self._room is None else "working"
-
-    def keep_due(self, due: Tensor) -> None:
-        """What the update will read. A second one before the update is added to the first."""
-        if self.due is None:
-            self.due = due
-            self.meter.hold(self._kind_of_due, self.bytes_beside_room(due))
-        else:
-            self.due.add_(due)
-
-    def make_due(self) -> None:
-        """A gradient of zeros for the update to read, where there is none."""
-        dtype = torch_dtype(self.spec.table.due.dtype)
-        self.keep_due(torch.zeros(self.optim_span.numel, dtype=dtype, device=self.device))
-
-    def drop_gradients(self) -> None:
-        """Forget every gradient, wherever it waits."""
-        self.close_inbox()
-        self.take_grad()
-        if self.due is not None:
-            self.meter.drop(self._kind_of_due, self.bytes_beside_room(self.due))
-            self.due = None
-        if self._room is not None:
-            self._room.leave()
-        self.touched = [False] * len(self.slots)
-
     # -- one parameter ----------------------------------------------------------------------------------
 
     def master_piece(self, index: int) -> tuple[Tensor, Span]:
@@ -447,30 +291,6 @@ class Flat:
         mine = self.slots[index].span.overlap(self.param_span)
         return _part(self.param, mine.within(self.param_span))
 
-    def due_piece(self, index: int) -> Tensor | None:
-        """The gradient of those same elements; `None` if there is none."""
-        if self.due is None:
-            return None
-        mine = self.slots[index].span.overlap(self.optim_span)
-        return _part(self.due, mine.within(self.optim_span))
-
 
 def _part(tensor: Tensor, span: Span) -> Tensor:
     return tensor[span.start : span.stop]
-
-
-def _factor(scale: float, dtype: torch.dtype) -> Tensor | float:
-    """What gradients of `dtype` are multiplied by, to the bit as by `scale`: a tensor if it can hold that exactly.
-
-    For a number torch makes a tensor in every call: of a gradient of 256 elements 2.8 us instead of 1.2. In fp32 the
-    number is rounded before it is used anyway; in bf16 and fp16 it is not, and only powers of two are exact.
-    """
-    factor = torch.tensor(scale, dtype=dtype)
-    return factor if dtype == torch.float32 or factor.item() == scale else scale
-
-
-def _gaps(slots: Sequence[Slot], numel: int) -> list[Span]:
-    """The elements between parameters, and behind the last: they travel and are summed, so they must be zero."""
-    starts = [slot.start for slot in slots[1:]] + [numel]
-    gaps = [Span(slot.span.stop, start) for slot, start in zip(slots, starts, strict=True)]
-    return [gap for gap in gaps if gap.numel]

@@ -21,7 +21,7 @@ def share(flats: Iterable[Flat], collectives: Collectives, mesh: Mesh, rank: int
         return []
     by_axes: dict[Axes, list[Flat]] = defaultdict(list)
     for flat in flats:
-        flat.memory = collectives
+        flat.send_from(collectives)
         if shard := flat.spec.table.param.shard:
             by_axes[shard].append(flat)
     found = []

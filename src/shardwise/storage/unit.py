@@ -55,7 +55,7 @@ class Unit:
 
     def has_partial_inbox(self) -> bool:
         """Whether gradients lie here that should have been reduced by now."""
-        return any(flat.has_partial_inbox() for flat in self.flats)
+        return any(flat.grads.has_partial_inbox() for flat in self.flats)
 
 
 @dataclass(frozen=True)

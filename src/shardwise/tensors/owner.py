@@ -141,7 +141,7 @@ class ParamHome:
 
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
-        with self._owner.runner.borrowed([self._unit]):
+        with self._owner.runner.gathering.borrowed([self._unit]):
             yield plainly(Tensor.detach, [self.param], {})
 
     def reach(self) -> None:
@@ -161,11 +161,11 @@ class ParamHome:
         """Rank 0's `values` become everybody's."""
         owner, flat = self._owner, self._flat
         owner.before_change()
-        owner.runner.open_params()
+        owner.runner.step.open_params()
         flat_values = values.reshape(-1)
         owner.agreement.broadcast(flat, flat_values)
         flat.accept_edit(self._index, flat_values)
-        owner.runner.close_params()
+        owner.runner.step.close_params()
 
     def whole(self) -> Whole:
         return Whole(self, (), plainly(Tensor.detach, [self.param], {}))

@@ -1,0 +1,120 @@
+"""What is under way: one training pass or one evaluation, and how many backwards there have been.
+
+[Note: passes] A training pass is the forwards and backwards between two moments at which nothing is open;
+an evaluation pass is what one call of the model does without gradients. The first pass of each kind is
+executed action by action, waiting for each communication, and recorded. From the second on the program
+made from the record is followed, with gathers running ahead. A pass that does not do what was recorded goes
+on without look-ahead, still right, and is recorded anew.
+"""
+
+from __future__ import annotations
+
+from shardwise.comm import Journal
+from shardwise.runtime.script import Script
+from shardwise.storage import Unit
+
+
+class Pass:
+    """One training pass, or the one to come."""
+
+    def __init__(self, script: Script, *, reduces: bool) -> None:
+        self.script = script
+        self.reduces = reduces
+        """Whether its gradients are reduced; not inside `no_sync`."""
+        self.is_running = False
+        self.is_scaled = False
+        """Whether its backward is of a scaled loss."""
+        self.is_wiser = False
+        """Whether it has taught how to see more, so that the next one is to be recorded."""
+        self.open: set[str] = set()
+        """Units whose backward has begun on this rank and has not ended."""
+        self.through: dict[str, Unit] = {}
+        """Units whose backward has ended on this rank and is not closed yet, in that order."""
+        self.kept: set[str] = set()
+        """Units that stay whole after their forward."""
+        self.lasting: set[str] = set()
+        """Units that stay whole until the pass ends, because not all of their uses have been seen."""
+
+    def keep(self, unit: Unit) -> None:
+        """`unit` is used in ways that nobody has foreseen: it stays whole until the pass ends."""
+        self.is_wiser = True
+        self.kept.add(unit.name)
+        self.lasting.add(unit.name)
+
+
+class Passes:
+    """The training passes of one model, one after the other."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.reduces = True
+        """Whether the passes that begin from here on reduce their gradients."""
+        self.owes_reductions = False
+        """Whether there has been one since that did not."""
+        self.num_backwards = 0
+        """Backwards that have ended, ever."""
+        self.num_cut_short = 0
+        """Backwards that raised, ever. What such a one has left is forgotten, and what waited beside it with it."""
+        self.cut_short_at = -1
+        """How many backwards had ended when one was cut short last; -1 if none has been since `forgive`."""
+        self.num_unscaled = 0
+        """Backwards since `forgive` that were not of a loss that was said to be scaled."""
+        self._journal = journal
+        self._scripts = {reduces: Script(journal) for reduces in (True, False)}
+        self.current = Pass(self._scripts[True], reduces=True)
+
+    def begin(self) -> None:
+        """The first forward or backward of a pass is about to run, if none is running."""
+        if self.current.is_running:
+            return
+        self.current.is_running = True
+        self._set_reduces(self.reduces)
+        self.owes_reductions |= not self.reduces
+        self.current.script.begin()
+
+    def end(self) -> None:
+        """Its backward is through."""
+        self._journal.num_backwards += 1
+        self.num_backwards += 1
+        self.num_unscaled += not self.current.is_scaled
+        self.abandon()
+
+    def abandon(self) -> None:
+        """What was under way is no more."""
+        self.current = Pass(self.current.script, reduces=self.current.reduces)
+
+    def note_cut_short(self) -> None:
+        """A backward raised, and all gradients are gone."""
+        self.owes_reductions = False
+        self.num_cut_short += 1
+        self.cut_short_at = self.num_backwards
+
+    def forgive(self) -> None:
+        """Gradients were zeroed, and whatever was wrong with them is no more."""
+        self.cut_short_at = -1
+        self.num_unscaled = 0
+
+    def settle_reductions(self) -> None:
+        """What passes have left unreduced is reduced now."""
+        self.owes_reductions = False
+        self._set_reduces(True)
+
+    def forget_programs(self) -> None:
+        """The next pass of either kind is recorded."""
+        for script in self._scripts.values():
+            script.forget()
+
+    def _set_reduces(self, reduces: bool) -> None:
+        self.current.reduces = reduces
+        self.current.script = self._scripts[reduces]
+
+
+class Evaluation:
+    """One call of the model without gradients, or the one to come."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.script = Script(journal)
+        self.is_running = False
+
+    def begin(self) -> None:
+        self.is_running = True
+        self.script.begin()

@@ -1,0 +1,64 @@
+"""The programs of one model: as foreseen until the first backward is through, then as recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.program import Moment, StepProgram, Trace, UnitSpec, plan_step, straight_trace
+from shardwise.runtime.executor import BoundBlock, Executor
+from shardwise.runtime.script import LONGEST_TRACE, Script
+
+
+class Programs:
+    """Plans what was recorded, and binds it to memory and collectives."""
+
+    def __init__(self, specs: Sequence[UnitSpec], executor: Executor, prefetch_bytes: int | None) -> None:
+        self.specs = tuple(specs)
+        self.num_recordings = 0
+        self._executor = executor
+        self._prefetch_bytes = prefetch_bytes
+        self._buffers_bytes = 0
+        self.program = self._planned(straight_trace(self.specs))
+        """The training step."""
+        self.step = self._bound_step()
+
+    @property
+    def trace(self) -> Trace:
+        """The order in which units are used in one micro-batch."""
+        return tuple(block.moment for block in self.program.micro_batch if block.moment.unit)
+
+    def learn_training(self, script: Script, *, reduces: bool) -> bool:
+        """Make the program of the pass that `script` has recorded. False, and nothing done, if it is too long."""
+        trace = tuple(moment for moment in script.trace if moment.unit)
+        if len(trace) >= LONGEST_TRACE:
+            return False
+        if reduces:
+            self.program = self._planned(trace)
+            micro_batch = self.program.micro_batch
+        else:
+            planned = plan_step(self.specs, trace, prefetch_bytes=self._prefetch_bytes, reduces=False)
+            micro_batch = planned.micro_batch
+        script.learn(self._executor.bind(micro_batch))
+        self.num_recordings += 1
+        return True
+
+    def learn_evaluation(self, script: Script) -> bool:
+        """The same of an evaluation; false too if it used nothing."""
+        trace = tuple(script.trace)
+        if not 0 < len(trace) < LONGEST_TRACE:
+            return False
+        planned = plan_step(self.specs, trace, prefetch_bytes=self._prefetch_bytes, training=False)
+        script.learn(self._executor.bind(planned.micro_batch))
+        return True
+
+    def foresee_buffers(self, num_bytes: int) -> None:
+        """Every step ends with rank 0's changed buffers, `num_bytes` of them, given to all."""
+        self._buffers_bytes = num_bytes
+        self.program = self._planned(self.trace)
+        self.step = self._bound_step()
+
+    def _planned(self, trace: Trace) -> StepProgram:
+        return plan_step(self.specs, trace, prefetch_bytes=self._prefetch_bytes, buffers_bytes=self._buffers_bytes)
+
+    def _bound_step(self) -> dict[Moment, BoundBlock]:
+        return {block.moment: block for block in self._executor.bind(self.program.step)}

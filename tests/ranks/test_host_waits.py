@@ -1,0 +1,330 @@
+"""What would make the host wait for a device in a steady step: counted on a CPU, by call site in the library.
+
+Tensors are taken to lie on a device, but for those that are on the host whatever the device: steps of optimizers, and
+messages between hosts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import Transformer, adamw, batches, full_params, plan_of, share_of
+
+import shardwise as sw
+from shardwise.comm.letter import Letter
+from shardwise.errors import FaultError
+from shardwise.precision import LateFloat
+from shardwise.testing import run_ranks
+
+LIBRARY = str(Path(sw.__file__).parent)
+READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "numpy", "nonzero")
+Plan = dict[str, Any]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Waits:
+    """Counts, while `counting` on a thread, by call site: the innermost line of the library."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: Counter[str] = Counter()
+        self.on_host: set[int] = set()
+        self._here = threading.local()
+        for name in READS:
+            monkeypatch.setattr(torch.Tensor, name, self._noted(name, getattr(torch.Tensor, name)))
+        monkeypatch.setattr(torch, "equal", self._noted("equal", torch.equal))
+        monkeypatch.setattr(torch, "tensor", self._made("tensor", torch.tensor))
+        monkeypatch.setattr(torch.Tensor, "new_tensor", self._noted("new_tensor", torch.Tensor.new_tensor))
+        monkeypatch.setattr(torch.Tensor, "to", self._moved("to", torch.Tensor.to))
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        self._here.on = True
+        try:
+            yield
+        finally:
+            self._here.on = False
+
+    def _note(self, what: str) -> None:
+        site = _site() if getattr(self._here, "on", False) else None
+        if site is not None:
+            self.found[f"{site} {what}"] += 1
+
+    def _noted(self, name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if id(args[0]) not in self.on_host:
+                self._note(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    def _made(self, name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("device") is not None:
+                self._note(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    def _moved(self, name: str, original: Any) -> Any:
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(one, torch.device | str) for one in (*args, kwargs.get("device"))):
+                self._note(name)
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+
+def _site() -> str | None:
+    """Where the library is; `None` outside of it, and in a message between hosts."""
+    frame, found = sys._getframe(2), None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(LIBRARY):
+            found = found or path.removeprefix(f"{LIBRARY}/")
+            if frame.f_code.co_name == "exchange":
+                return None
+        frame = frame.f_back
+    return found
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are taken to lie where the host has to wait for them."""
+    monkeypatch.setattr("shardwise.works.on_host", lambda _: False)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch, away: None) -> Waits:
+    return Waits(monkeypatch)
+
+
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.Lamb(model.parameters())
+
+
+def lion(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.Lion(model.parameters())
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    hidden = sw.optim.hidden_matrices(model)
+    others = [param for param in model.parameters() if all(param is not one for one in hidden)]
+    return sw.optim.Muon([{"params": hidden}, {"params": others, "use_muon": False}])
+
+
+def narrow(state_dtype: Any) -> MakeOptimizer:
+    return lambda model: sw.optim.AdamW(model.parameters(), state_dtype=state_dtype)
+
+
+class WithTable(nn.Module):
+    """A model with a buffer that never changes: only the device knows that it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Transformer()
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, y) * self.table.mean()
+
+
+def steady_step(waits: Waits, plan: Plan, make_optimizer: MakeOptimizer, build: Callable[[], nn.Module]) -> float:
+    """Count one step of rank 0 after some others; its norm."""
+    torch.manual_seed(0)
+    replicas = [build()]
+    replicas += [copy.deepcopy(replicas[0]) for _ in range(math.prod(plan.get("mesh", {"world": 2}).values()) - 1)]
+    data = batches(8)
+
+    def rank(world: sw.World) -> float:
+        model = replicas[world.rank]
+        optimizer = make_optimizer(model)
+        with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+            for number in range(4):
+                waits.on_host |= {id(state.get("step")) for state in optimizer.state.values()}
+                world.barrier()
+                with waits.counting() if number == 3 and world.rank == 0 else _nothing():
+                    for batch in data[2 * number : 2 * number + plan.get("accumulate", 1)]:
+                        engine.backward(engine(*share_of(engine, batch)))
+                    norm = engine.step()
+            assert norm is not None
+            return float(norm)
+
+    return run_ranks(len(replicas), rank, shares_memory=False)[0]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+TWO_BY_TWO = {"node": 2, "local": 2}
+NEVER: dict[str, tuple[Plan, MakeOptimizer]] = {
+    "ddp": (plan_of("ddp", None), adamw),
+    "zero1": (plan_of("zero1", None), adamw),
+    "zero2": (plan_of("zero2", None, precision="bf16"), adamw),
+    "zero3": (plan_of("zero3", None), adamw),
+    "zero3-kept": (plan_of("zero3-kept", None, precision="bf16"), adamw),
+    "hsdp": (plan_of("hsdp", TWO_BY_TWO, precision="bf16"), adamw),
+    "hpz": (plan_of("hpz", TWO_BY_TWO), adamw),
+    "clip": (plan_of("zero3", None, clip_grad_norm=0.1), adamw),
+    "accumulate": (plan_of("zero2", None, accumulate=2), adamw),
+    "AdamW": (plan_of("zero3", None), narrow("fp32")),
+    "AdamW bf16": (plan_of("zero3", None), narrow("bf16")),
+    "AdamW int8": (plan_of("zero3", None), narrow("int8")),
+    "Lamb": (plan_of("zero3", None), lamb),
+    "Lion": (plan_of("zero3", None), lion),
+    "Muon": (plan_of("zero3", None), muon),
+}
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_the_host_never_waits(name: str, waits: Waits) -> None:
+    steady_step(waits, *NEVER[name], Transformer)
+    assert waits.found == {}
+
+
+@pytest.mark.parametrize("case", ["fp16", "buffer"])
+def test_it_waits_once_for_what_only_the_device_knows(case: str, waits: Waits) -> None:
+    plan = plan_of("zero3", None, precision="fp16" if case == "fp16" else "fp32", clip_grad_norm=0.1)
+    steady_step(waits, plan, adamw, Transformer if case == "fp16" else WithTable)
+    assert waits.found == {"precision/verdict.py tolist": 1}
+
+
+def test_a_norm_is_read_when_somebody_looks(waits: Waits) -> None:
+    def rank(world: sw.World) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = adamw(model)
+        with sw.shard(model, "zero3", optimizer=optimizer, world=world) as engine:
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 4)).sum())
+                engine.step()
+            waits.on_host |= {id(state["step"]) for state in optimizer.state.values()}
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            with waits.counting():
+                norm = engine.step()
+                assert isinstance(norm, LateFloat)
+                assert not waits.found
+                assert engine.gradient_norm == norm
+            assert waits.found == {"precision/late.py item": 1}
+
+    run_ranks(1, rank)
+
+
+def test_steps_of_our_optimizers_are_on_the_host_on_any_device() -> None:
+    for make_optimizer in (narrow("fp32"), narrow("bf16"), narrow("int8"), lamb, muon):
+        model = nn.Sequential(nn.Linear(80, 80), nn.Linear(80, 3)).to("meta")
+        optimizer = make_optimizer(model)
+        for param in model.parameters():
+            param.grad = torch.empty_like(param)
+            state = {"step": torch.ones(()), "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+            if isinstance(optimizer, sw.optim.AdamW):
+                optimizer.accept_state(param, state)
+                assert optimizer.state[param]["step"].device.type == "cpu"
+
+
+# -- the same numbers as where the host reads them -----------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each row goes to one expert, so that ranks reach different parameters of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterList(torch.randn(4, 4) / 2 for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.head(self.norm(x @ self.experts[expert])).square().mean()
+
+
+CHOICES = [(0, 0), (0, 1), (1, 1), (2, 0), (0, 0), (0, 1)]
+"""By step: the expert of each rank."""
+
+
+def trained(plan: Plan, *, shares_memory: bool) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+    torch.manual_seed(0)
+    replicas = [Experts()]
+    replicas.append(copy.deepcopy(replicas[0]))
+    data = [torch.randn(2, 6, 4) for _ in CHOICES]
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+        model = replicas[world.rank]
+        norms = []
+        with sw.shard(model, plan, optimizer=adamw(model), world=world) as engine:
+            for rows, experts in zip(data, CHOICES, strict=True):
+                engine.backward(engine(rows[world.rank], experts[world.rank]))
+                engine.step()
+                norms.append(engine.gradient_norm or 0.0)
+            assert model.norm.running_mean is not None
+            return norms, full_params(engine), model.norm.running_mean.clone()
+
+    first, second = run_ranks(2, rank, shares_memory=shares_memory)
+    assert first[0] == second[0]
+    assert torch.equal(first[2], second[2])  # of rank 0, on all
+    return first
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_numbers_are_those_that_the_host_would_have_read(
+    preset: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(preset, None, clip_grad_norm=clip)
+    norms, params, mean = trained(plan, shares_memory=True)
+    monkeypatch.setattr("shardwise.works.on_host", lambda _: False)
+    late_norms, late_params, late_mean = trained(plan, shares_memory=False)
+    assert late_norms == pytest.approx(norms, rel=1e-6)
+    assert torch.allclose(late_mean, mean, atol=1e-6)
+    for name, param in params.items():
+        assert torch.allclose(late_params[name], param, atol=1e-6), name
+
+
+def test_no_update_begins_after_a_fault(away: None) -> None:
+    """A collective that was cut off leaves garbage. Where the host reads nothing, it has to ask before the update."""
+
+    def rank(world: sw.World) -> None:
+        model = nn.Linear(4, 4)
+        before = model.weight.detach().clone()
+        with sw.shard(model, "ddp", optimizer=adamw(model), world=world) as engine:
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.clip_grad_norm_(1.0)  # the ranks have agreed
+            world.journal.letter = Letter("lost", (0,), "a rank was lost")
+            with pytest.raises(FaultError, match="a rank was lost"):
+                engine.step()
+            world.journal.letter = None
+            assert torch.equal(engine.state_dict()["weight"], before)
+
+    run_ranks(1, rank)
+
+
+def test_a_late_number_behaves_like_a_float() -> None:
+    def late() -> LateFloat:
+        return LateFloat(torch.tensor(6.25))
+
+    assert float(late()) == 2.5
+    assert f"{late():.2f} {late()}" == "2.50 2.5"
+    assert late() == 2.5 == late()
+    assert late() < 3 < late() + 1
+    assert 2 < late() <= 2.5 <= late()
+    assert (2 * late(), late() / 2, 5 / late(), 1 - late(), late() ** 2) == (5.0, 1.25, 2.0, -1.5, 6.25)
+    assert (max(late(), 1.0), round(late()), round(late(), 1), abs(-late()), int(late())) == (2.5, 2, 2.5, 2.5, 2)
+    assert math.isfinite(late())
+    assert math.isnan(LateFloat(torch.tensor(math.nan)))
+    assert {late(): 1}[2.5] == 1
+    assert json.dumps({"norm": float(late())}) == '{"norm": 2.5}'
+    assert type(copy.deepcopy(late())) is float
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        json.dumps(late())
