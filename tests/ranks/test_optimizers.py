@@ -91,7 +91,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     assert sent == promised <= planned.sent_bytes()
     actions = [action for block in (*planned.micro_batch, *planned.step) for action in block.actions]
     assert sum(ledger.calls.values()) == sum(action.communicates for action in actions)
-    clock = _Walk(engine._works.runner.specs, coordinate)
+    clock = _Walk(engine._works.runner.programs.specs, coordinate)
     for block in planned.step:
         if block.moment == DURING_STEP:
             clock.walk(block)
