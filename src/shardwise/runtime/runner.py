@@ -274,7 +274,7 @@ class Runner:
             if flat.is_whole:
                 continue
             if flat.state is FullState.FLYING:
-                self._executor.movers[flat.name].settle_gather()
+                self._executor.movers[flat.name].wait_full()
             if flat.state is FullState.ABSENT:
                 self._run(None, unit.moments.before_forward, unit)
 
@@ -363,7 +363,7 @@ class Runner:
         for unit in self.units:
             for flat in unit.flats:
                 flat.rest()
-                self._executor.movers[flat.name].settle_gather()
+                self._executor.movers[flat.name].wait_full()
                 flat.free_full()
                 flat.free_held()
 
