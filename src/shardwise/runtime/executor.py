@@ -30,6 +30,7 @@ class BoundBlock:
         """The unit whose backward ends at this moment, if one does."""
         self._journal = journal
         self._steps = tuple(zip(block.actions, calls, strict=True))
+        self._keeping = tuple(step for step in self._steps if step[0].verb != "free")
         self._timeline = timeline
 
     def run(self, *, frees: bool = True) -> None:
@@ -37,14 +38,12 @@ class BoundBlock:
 
         Without `frees` what is whole stays so.
         """
-        journal = self._journal
+        journal, is_timed = self._journal, self._timeline.is_on
         journal.moment = self.moment
         try:
-            for action, call in self._steps:
-                if not frees and action.verb == "free":
-                    continue
+            for action, call in self._steps if frees else self._keeping:
                 journal.action = action
-                if self._timeline.is_on:
+                if is_timed:
                     self._timed(action, call)
                 else:
                     call()

@@ -32,7 +32,7 @@ class Gathering:
             if flat.is_whole:
                 continue
             if flat.state is FullState.FLYING:
-                self._executor.movers[flat.name].settle_gather()
+                self._executor.movers[flat.name].wait_full()
             if flat.state is FullState.ABSENT:
                 moment = unit.moments.before_forward
                 with self._unwatched():
@@ -92,7 +92,7 @@ class Gathering:
         for unit in self.units:
             for flat in unit.flats:
                 flat.rest()
-                self._executor.movers[flat.name].settle_gather()
+                self._executor.movers[flat.name].wait_full()
                 flat.free_full()
                 flat.free_held()
 

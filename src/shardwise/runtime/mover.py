@@ -67,18 +67,17 @@ class Mover:
         """A larger range of `full` is there."""
         self._wait_arriving()
 
-    def wait_full(self, _: Action) -> None:
-        self.settle_gather()
-
     def free_full(self, _: Action) -> None:
         self.flat.free_full()
 
     def slice_held(self, _: Action) -> None:
         self.flat.hold()
 
-    def settle_gather(self) -> None:
-        """If `full` is on its way, wait for what has been started, and free what is held if it is whole then."""
-        self._wait_arriving()
+    def wait_full(self, _: Action | None = None) -> None:
+        """`full` is whole, if it was on its way, and what was held of it is free."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
         if self.flat.state is FullState.FLYING and not self._spread:
             if self.flat.common is not None:
                 self.flat.common.wait_closed()
