@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -92,13 +93,18 @@ class Works:
             self.model,
             self.sharding.units,
             executor,
-            self.world.exchange,
+            partial(self.world.exchange, subject="closings"),
             self.sharding.commons,
             prefetch_bytes=None if self.plan.prefetch_bytes == "auto" else self.plan.prefetch_bytes,
             compile_backend=self.plan.compile,
         )
         self.gradients = Gradients(
-            self.flats, executor.movers, self.runner, self._verdict, self.world.exchange, lambda: self.progress.scaler
+            self.flats,
+            executor.movers,
+            self.runner,
+            self._verdict,
+            partial(self.world.exchange, subject="norms"),
+            lambda: self.progress.scaler,
         )
         self.access = Access(self.model, self.runner, executor.movers, self.optimizer)
         self.owner = Owner(
@@ -204,6 +210,7 @@ class Works:
         if self.plan.clip_grad_norm is not None:
             self.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self.before_change()
+        self.world.journal.check()  # see [Note: garbage after a fault]
         optimizer.offer_gradients(member)
 
     def _during_step(self) -> None:

@@ -1,12 +1,14 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
 from shardwise.comm.board import last_words
-from shardwise.comm.collectives import Collectives
+from shardwise.comm.collectives import Buffers, Collectives, Communicator
 from shardwise.comm.commons import Common, Commons, Part
+from shardwise.comm.device_collectives import DeviceCollectives
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import Pairwise, Transport
+from shardwise.comm.process_groups import ProcessGroups
 from shardwise.comm.small import sum_small
 from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.work import Done, Pending, Work
@@ -14,9 +16,12 @@ from shardwise.comm.world import EVERYBODY, World
 
 __all__ = [
     "EVERYBODY",
+    "Buffers",
     "Collectives",
     "Common",
     "Commons",
+    "Communicator",
+    "DeviceCollectives",
     "Done",
     "Group",
     "Journal",
@@ -25,6 +30,7 @@ __all__ = [
     "Part",
     "Pending",
     "PostOffice",
+    "ProcessGroups",
     "ThreadTransport",
     "Transport",
     "Work",

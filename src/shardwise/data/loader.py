@@ -21,7 +21,8 @@ from shardwise.data.recipe import Collate, Made, Place, Recipe, Transform
 from shardwise.data.sampling import Draw, Tail
 from shardwise.data.sources import Catalogue, as_stream
 from shardwise.data.streaming import StreamFeed
-from shardwise.data.transfer import moved, pinned
+from shardwise.data.transfer import Transfer
+from shardwise.devices import RankDevice, TorchAccelerator
 from shardwise.errors import ConfigError, StateError
 
 
@@ -81,13 +82,13 @@ class Loader:
         workers: int = 1,
         processes: bool = False,
         prefetch: int | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | RankDevice | None = None,
         pin: bool | None = None,
     ) -> None:
         self.rank, self.size = _ranks(world)
         self.batch_rows, self.accumulate, self.steps = batch_rows, accumulate, steps
-        self.device = torch.device(device) if device is not None else None
-        self._pins = (self.device is not None and self.device.type == "cuda") if pin is None else pin
+        self._transfer = Transfer.to(device) if device is not None else None
+        self._pinning = _pinning(self._transfer, pin)
         self._workers, self._has_processes = workers, processes
         self._prefetch = workers + 1 if prefetch is None else prefetch
         recipe = Recipe(self.rank, self.size, batch_rows, accumulate, seed, transform, collate)
@@ -219,9 +220,6 @@ class Loader:
                 "index. What is slow in a stream can run in processes of its own, such as a DataLoader's."
             )
 
-        if self._pins and not torch.cuda.is_available():
-            raise ConfigError("Pinning is for a GPU, and torch finds none here. Leave out pin=, or give device='cpu'.")
-
     # -- reading ahead ----------------------------------------------------------------------------------
 
     def _next(self) -> Made:
@@ -250,9 +248,8 @@ class Loader:
             num_threads = min(1, self._workers)
         if self.steps is not None:
             tasks = islice(tasks, self.steps - self.step)
-        if self._pins:
-            device = self.device if self.device is not None else torch.device("cuda")
-            tasks = (partial(_made_and_pinned, task, device) for task in tasks)
+        if self._pinning is not None:
+            tasks = (partial(_made_and_pinned, task, self._pinning) for task in tasks)
         return run_ahead(tasks, num_threads, self._prefetch)
 
     def _manned(self) -> Crew:
@@ -269,7 +266,7 @@ class Loader:
         self._ahead = self._held = None
 
     def _moved(self, batch: Any) -> Any:
-        return moved(batch, self.device) if self.device is not None else batch
+        return self._transfer.moved(batch) if self._transfer is not None else batch
 
     def _end(self) -> int | None:
         """The step to stop before, if it is known: `steps`, or the first one of the next epoch."""
@@ -306,6 +303,19 @@ def _ranks(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
     return rank, size
 
 
-def _made_and_pinned(task: Task[Made], device: torch.device, stop: Event) -> Made:
+def _pinning(transfer: Transfer | None, pin: bool | None) -> Transfer | None:
+    """Where to batches are pinned, if they are."""
+    is_wanted = pin if pin is not None else transfer is not None and transfer.leads_off_the_host
+    if not is_wanted:
+        return None
+    if transfer is not None and transfer.has_accelerator:
+        return transfer
+    accelerator = TorchAccelerator.found()
+    if accelerator is None:
+        raise ConfigError("Pinning is for a GPU, and torch finds none here. Leave out pin=.")
+    return Transfer.to(accelerator.kind)
+
+
+def _made_and_pinned(task: Task[Made], transfer: Transfer, stop: Event) -> Made:
     made = task(stop)
-    return replace(made, batches=tuple(pinned(batch, device) for batch in made.batches))
+    return replace(made, batches=tuple(transfer.pinned(batch) for batch in made.batches))

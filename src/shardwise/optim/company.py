@@ -80,7 +80,7 @@ class Company:
         """`agree * norms`: sum them over one axis."""
         assert self._norms is not None
         group = Group(action.over, self._mesh.group(self._rank, action.over), self._place_on(action.over))
-        self._norms = sum_small(self._norms, self._collectives, group)
+        self._norms = sum_small(self._norms, self._collectives, group, "norms")
 
     def hand_over(self, action: Action) -> None:
         """`collect`, `orthogonalize`, `hand_back` and the waits between, of one flat buffer."""
@@ -174,7 +174,7 @@ class _Passage:
             for matrix, part in self._parts(message, self._for(place), self._group.index):
                 part.copy_(self._made(matrix))
         self._open_staging()
-        self._arriving = self._collectives.all_to_all(self._staging, self._given, self._group)
+        self._arriving = self._collectives.all_to_all(self._staging, self._given, self._group, self._flat.name)
 
     def wait(self) -> None:
         """The first of two: the pieces have come; the second: the results have."""
@@ -223,7 +223,7 @@ class _Passage:
         for tensor in self._whole.values():
             self._flat.meter.drop("working", tensor.nbytes)
         self._whole.clear()
-        self._arriving = self._collectives.all_to_all(self._given, self._staging, self._group)
+        self._arriving = self._collectives.all_to_all(self._given, self._staging, self._group, self._flat.name)
 
     # -- what they have in common -----------------------------------------------------------------------
 

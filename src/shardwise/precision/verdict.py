@@ -47,13 +47,14 @@ class Verdict:
         """Add up what the ranks along `axis` say. All of them call, once per axis and step."""
         if self._vector is None:
             self._vector = self._own()
-        self._vector = sum_small(self._vector, self._collectives, self._groups[axis])
+        self._vector = sum_small(self._vector, self._collectives, self._groups[axis], "verdict")
 
     def pronounce(self) -> float:
         """Settle which parameters were touched anywhere and return the global 2-norm of the gradients."""
         vector = self._own() if self._vector is None else self._vector
         self._vector = None
         squared, told, *touched = vector.tolist()
+        self._collectives.journal.check()  # see [Note: garbage after a fault]
         self.is_news, self.is_incomplete = told >= _NEWS, told % _NEWS > 0
         start = 0
         for flat in self._flats:

@@ -52,7 +52,7 @@ class BufferSync:
 
     def learn(self) -> int:
         """Settle which buffers are kept the same; returns the bytes that a step sends for it. All ranks call."""
-        said = [json.loads(one) for one in self._world.exchange(json.dumps(self._changes()).encode())]
+        said = [json.loads(one) for one in self._world.exchange(json.dumps(self._changes()).encode(), "buffers")]
         changed = {name for one in said for name in one["changed"]} | self._shared.keys()
         on_rank_0 = said[0]["layouts"]
         for name in sorted(changed & on_rank_0.keys()):
@@ -82,7 +82,7 @@ class BufferSync:
             by_kind.setdefault((buffer.dtype, buffer.device), []).append((name, buffer))
         for named in by_kind.values():
             together = torch.cat([buffer.detach().reshape(-1) for _, buffer in named])
-            self._world.collectives(together.device).broadcast(together, 0, self._world.everybody).wait()
+            self._world.collectives(together.device).broadcast(together, 0, self._world.everybody, "buffers").wait()
             if self._world.rank == 0:
                 continue
             start = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Collectives, Group, Work, sum_small
+from shardwise.comm import Communicator, Group, Work, sum_small
 from shardwise.errors import CommError
 from shardwise.placement import Axes, Span
 from shardwise.program import Action, reduce_due, step_gradients
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 class Mover:
     """What is on its way for one flat buffer on this rank."""
 
-    def __init__(self, flat: Flat, collectives: Collectives, groups: Mapping[str, Group]) -> None:
+    def __init__(self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group]) -> None:
         self.flat = flat
         self._collectives = collectives
         self._groups = groups
@@ -74,8 +74,7 @@ class Mover:
         if self.flat.common is not None:  # it is there already
             self._count_read(gathered, group)
             return
-        self._journal.subject = self._name
-        self._arriving = self._collectives.all_gather(gathered, group)
+        self._arriving = self._collectives.all_gather(gathered, group, self._name)
 
     def _count_read(self, gathered: Tensor, group: Group) -> None:
         """What the others read of this rank's, as if it had been sent: ranks that differ are told of it as then."""
@@ -101,8 +100,8 @@ class Mover:
             self._spread = table.optim.shard
         self._spread = tuple(other for other in self._spread if other != axis)
         span = self.flat.spec.layout.span(self._spread, self._coordinate).within(self.flat.param_span)
-        self._journal.subject = self._name
-        self._arriving = self._collectives.all_gather(self.flat.param[span.start : span.stop], self._groups[axis])
+        resting = self.flat.param[span.start : span.stop]
+        self._arriving = self._collectives.all_gather(resting, self._groups[axis], self._name)
         if set(self._spread) == set(table.param.shard):
             self._spread = ()
 
@@ -116,21 +115,19 @@ class Mover:
         for axis in reversed(self.flat.spec.table.order):
             if axis in shard:
                 shard = tuple(other for other in shard if other != axis)
-                self._journal.subject = self._name
-                self._collectives.all_gather(self._spanned(whole, shard), self._groups[axis]).wait()
+                self._collectives.all_gather(self._spanned(whole, shard), self._groups[axis], self._name).wait()
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank of this buffer's axes."""
         for axis in self.flat.spec.table.axes:
-            self._journal.subject = self._name
-            flag = b"1" in self._collectives.exchange(b"1" if flag else b"0", self._groups[axis])
+            flag = b"1" in self._collectives.exchange(b"1" if flag else b"0", self._groups[axis], self._name)
         return flag
 
     def merged(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """The `facts`, anything JSON can hold, of all ranks of this buffer's axes in one dict; the first one's stay."""
         known = dict(facts)
         for axis in self.flat.spec.table.axes:
-            said = self._collectives.exchange(json.dumps(known).encode(), self._groups[axis])
+            said = self._collectives.exchange(json.dumps(known).encode(), self._groups[axis], self._name)
             known = {key: value for message in reversed(said) for key, value in json.loads(message).items()}
         return known
 
@@ -139,16 +136,15 @@ class Mover:
     def mean_over_ranks(self, values: Tensor) -> Tensor:
         """The mean of every rank's `values`, one-dimensional and of one length and dtype; blocks. All ranks call."""
         for axis in self.flat.spec.table.axes:
-            self._journal.subject = self._name
-            values = sum_small(values, self._collectives, self._groups[axis]) / len(self._groups[axis].ranks)
+            group = self._groups[axis]
+            values = sum_small(values, self._collectives, group, self._name) / len(group.ranks)
         return values
 
     def broadcast(self, values: Tensor) -> None:
         """Give all ranks rank 0's `values`, one-dimensional and contiguous, in place; blocks. All ranks call."""
         for axis in self.flat.spec.table.axes if values.numel() else ():
             group = self._groups[axis]
-            self._journal.subject = self._name
-            self._collectives.broadcast(values, group.ranks[0], group).wait()
+            self._collectives.broadcast(values, group.ranks[0], group, self._name).wait()
 
     def reduce(self, action: Action, *, in_step: bool) -> None:
         """Start the next step of this buffer's reduction, or cast or slice what it has come to."""
@@ -169,13 +165,11 @@ class Mover:
             in_place = source.dtype == dtype and self.flat.is_in_room(source)
             own = slice(group.index * numel, (group.index + 1) * numel)
             out = source[own] if in_place else self.flat.sum_memory(numel, dtype)
-            self._journal.subject = self._name
-            work = self._collectives.reduce_scatter(out, source, group, self._wire)
+            work = self._collectives.reduce_scatter(out, source, group, self._wire, self._name)
         else:
             can_stay = self.flat.is_in_room(source) or not self._collectives.is_buffer_scarce
             out = source if source.dtype == dtype and can_stay else self.flat.sum_memory(source.numel(), dtype)
-            self._journal.subject = self._name
-            work = self._collectives.all_reduce(out, source, group, self._wire)
+            work = self._collectives.all_reduce(out, source, group, self._wire, self._name)
         reduction.start(out, work, self._staging_bytes(action, source, group))
 
     def wait_grad(self, *, in_step: bool, is_last: bool) -> None:
