@@ -24,6 +24,7 @@ import torch
 
 from shardwise.errors import ConfigError, ModelError
 
+WITHOUT_STREAMS = "cpu", "meta", "mps"
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"
 """What a launcher sets so that each rank sees one device, which all of them call the first."""
 
@@ -104,11 +105,11 @@ class TorchAccelerator:
 
     @classmethod
     def found(cls) -> TorchAccelerator | None:
-        """`None` where there is none, or torch was built for the CPU alone."""
+        """`None` where there is none with streams of its own, or torch was built for the CPU alone."""
         if not torch.accelerator.is_available():
             return None
         device = torch.accelerator.current_accelerator()
-        return cls(device.type) if device is not None else None
+        return cls(device.type) if device is not None and device.type not in WITHOUT_STREAMS else None
 
     @property
     def num_devices(self) -> int:
@@ -186,7 +187,8 @@ class RankDevice:
         if self.accelerator is None:
             return ""
         visible = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
-        return self.accelerator.identity(self._index) or f"{socket.gethostname()} {self.device} {visible}"
+        with self.here():  # whoever asks may open a context on the current one
+            return self.accelerator.identity(self._index) or f"{socket.gethostname()} {self.device} {visible}"
 
     def enter(self) -> None:
         """Make it the current device of this thread, until `leave`."""

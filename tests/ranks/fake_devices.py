@@ -60,6 +60,10 @@ class Devices:
             return random.Random(f"{self._seed} {rank} {number}").random() < 0.5
         return self.when == "early"
 
+    def count(self, counter: Counter[str], verb: str) -> None:
+        with self._changed:  # ranks are threads
+            counter[verb] += 1
+
     def give(self, key: object, place: int, tensors: list[Tensor]) -> None:
         with self._changed:
             self._given.setdefault(key, {})[place] = tensors
@@ -180,7 +184,7 @@ class FakeGroups:
         self._num_works[group.number] += 1
         # Lines of one number are of one axis: the ranks tell them apart.
         key = group.ranks, group.number, self._num_works[group.number], verb
-        self.devices.num_works[verb] += 1
+        self.devices.count(self.devices.num_works, verb)
         work = FakeWork(self.devices, key, group.ranks.index(self.rank), list(sources), list(outs), act)
         work.begin(at_once=self.devices.acts_at_issue(self.rank, self._num_works.total()))
         return work
@@ -212,7 +216,7 @@ class FakeWork:
             self.finish()
 
     def wait(self) -> None:
-        self.devices.num_waited[self.key[-1]] += 1
+        self.devices.count(self.devices.num_waited, self.key[-1])
         if not self.is_done:
             self.finish()
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.devices import RankDevice, Stream, TorchAccelerator
+from shardwise.devices import WITHOUT_STREAMS, RankDevice, Stream, TorchAccelerator
 
 
 class Transfer:
@@ -39,7 +39,7 @@ class Transfer:
     @property
     def leads_off_the_host(self) -> bool:
         """Whether pinning is of use."""
-        return self.has_accelerator or self._device.device.type not in ("cpu", "meta")
+        return self.has_accelerator or self._device.device.type not in WITHOUT_STREAMS
 
     @property
     def has_accelerator(self) -> bool:

@@ -42,6 +42,7 @@ class Company:
         self._by_param: dict[nn.Parameter, Piece] = {}
         self._by_place: dict[tuple[str, int], Piece] = {}
         self._norms: Tensor | None = None
+        self._groups: dict[str, Group] = {}
         self._calls: tuple[Make, WorkOut, Apply] | None = None
         self._on_the_way: dict[str, _Passage] = {}
 
@@ -79,7 +80,10 @@ class Company:
     def add_norms(self, action: Action) -> None:
         """`agree * norms`: sum them over one axis."""
         assert self._norms is not None
-        group = Group(action.over, self._mesh.group(self._rank, action.over), self._place_on(action.over))
+        group = self._groups.get(action.over)
+        if group is None:
+            ranks = self._mesh.group(self._rank, action.over)
+            group = self._groups[action.over] = Group(action.over, ranks, self._place_on(action.over))
         self._norms = sum_small(self._norms, self._collectives, group, "norms")
 
     def hand_over(self, action: Action) -> None:
