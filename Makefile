@@ -33,8 +33,8 @@ test: lint types floors ## all that has to pass before anything lands
 check: lint types floors ## what takes under a minute: style, types, floors, what needs no ranks
 	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
 
-loops: .venv/.test ## all that plain loops do, under every preset, with and without common memory
-	EVERY_PLACE=1 $(BIN)/pytest $(SHARED_OUT) tests/ranks/test_plain_loops.py
+loops: .venv/.test ## all that plain loops do, under every preset, with and without common memory; 200 models on devices
+	EVERY_PLACE=1 $(BIN)/pytest $(SHARED_OUT) tests/ranks/test_plain_loops.py tests/ranks/test_late_early.py
 
 extras: .venv-extras/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...
 	$(EXTRAS_BIN)/python -m pytest $(SHARED_OUT) tests/extras

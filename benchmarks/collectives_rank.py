@@ -58,7 +58,7 @@ class Bench:
         }
 
     def our_gather(self) -> Tensor:
-        self._collectives.all_gather(self._full, self._group).wait()
+        self._collectives.all_gather(self._full, self._group, "full").wait()
         return self._full
 
     def gloo_gather(self) -> Tensor:
@@ -67,7 +67,7 @@ class Bench:
         return self._full
 
     def our_scatter(self) -> Tensor:
-        self._collectives.reduce_scatter(self._out, self._source, self._group, self._source.dtype).wait()
+        self._collectives.reduce_scatter(self._out, self._source, self._group, self._source.dtype, "source").wait()
         return self._out
 
     def gloo_scatter(self) -> Tensor:

@@ -27,6 +27,9 @@ class EchoTransport:
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Work:
         return _Echo(self._said, tensor, (rank, tag))
 
+    def lost_ranks(self) -> tuple[int, ...]:
+        return ()
+
     def cut(self) -> None:
         """There is nobody whose message one could wait for."""
 

@@ -114,7 +114,7 @@ class Engine(EngineState):
         if plan.patience_seconds is not None:
             world.be_patient(plan.patience_seconds)
         sharding = lay(model, plan, optimizers, world, wishes)
-        self._state = State(Saver(world, pinned=sharding.device.type == "cuda"))
+        self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
         progress = Progress(scaler=scaler_for(plan))
         self._works = Works(model, optimizers, sharding, world, progress, self._state.saver.wait_for_copy)
         self._works.runner.step.close_params()

@@ -147,6 +147,6 @@ def write_timeline(works: Works, path: Path) -> Iterator[None]:
         yield
     finally:
         events = works.timeline.stop()
-    told = works.world.exchange(json.dumps(events).encode())
+    told = works.world.exchange(json.dumps(events).encode(), "timeline")
     if works.world.rank == 0:
         write_trace(path, [json.loads(message) for message in told])

@@ -55,18 +55,24 @@ class Design:
         """Make the flat buffers, to be filled by the caller. All ranks call."""
         meter = ByteMeter()
         coordinate = self.mesh.coordinate(world.rank)
-        every = [make_unit(each, self.rows, self.mesh, coordinate, meter, device, updates) for each in self.choices]
+        collectives = world.collectives(device)
+        every = [
+            make_unit(each, self.rows, self.mesh, coordinate, meter, device, updates, on_host=collectives.is_host)
+            for each in self.choices
+        ]
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
-        commons = share(flats, world.collectives(device), self.mesh, world.rank)
+        commons = share(flats, collectives, self.mesh, world.rank)
         return Sharding(self.plan, self.mesh, self.table, updates, units, commons, meter)
 
 
 def design(model: nn.Module, plan: Plan, world: World) -> Design:
     """Raises `ConfigError` for a plan that cannot be meant for this model on the ranks of `world`."""
     mesh = mesh_for(plan, world.size, world.local_size)
-    check_backend(plan.compile)
-    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows_for(model, plan, mesh))
+    rows = rows_for(model, plan, mesh)
+    tables = [row.table.on(mesh) for row in rows.values()]
+    check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
+    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
@@ -92,7 +98,7 @@ def lay(
     mesh = mesh_for(plan, world.size, world.local_size)
     data_group = DataGroup(world, mesh)
     table_for(plan, mesh)  # of a plan that does not fit the world one should hear first
-    check_model(model)
+    check_device(model, world)
     updates = vet(optimizers, model)
     check_same_everywhere(model, data_group)
     designed = design(model, plan, world)
@@ -101,6 +107,12 @@ def lay(
     sharding = designed.carry_out(world, values.device, updates)
     values.settle(sharding.units)
     return sharding
+
+
+def check_device(model: nn.Module, world: World) -> None:
+    """Raise `ModelError` for a model that lies on the device of another rank, or on several."""
+    device = check_model(model)
+    world.rank_device.check(device, next(name for name, _ in model.named_parameters()))
 
 
 def check_batch_norms(model: nn.Module, designed: Design, device: torch.device) -> None:

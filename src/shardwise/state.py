@@ -75,7 +75,7 @@ class State:
                 metrics=numbers_of(metrics),
                 keep=keep,
                 memories={
-                    "generators": rng.capture(),
+                    "generators": rng.capture(works.world.rank_device),
                     "objects": {name: thing.state_dict() for name, thing in self.remembered.items()},
                 },
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -105,7 +106,7 @@ class Works:
             collectives,
             groups,
             buffers if plan.sync_buffers and self.data_group.size > 1 else NoNews(),
-            exchange=None if on_host(sharding.device) else exchange,
+            exchange=None if on_host(sharding.device) else partial(exchange, subject="verdict"),
             must_know_norm=plan.precision == "fp16",
         )
         executor = Executor(flats, collectives, groups)
@@ -117,9 +118,11 @@ class Works:
         optimizer = self._adopt(optimizers, flats, company) if optimizers else None
         prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
         settings = Settings(prefetch_bytes, plan.compile)
-        runner = Runner(self.model, sharding.units, executor, exchange, sharding.commons, settings)
+        closings = partial(exchange, subject="closings")
+        runner = Runner(self.model, sharding.units, executor, closings, sharding.commons, settings)
         agreement = executor.agreement
-        gradients = Gradients(flats, agreement, runner, verdict, exchange, lambda: self.progress.scaler)
+        norms = partial(exchange, subject="norms")
+        gradients = Gradients(flats, agreement, runner, verdict, norms, lambda: self.progress.scaler)
         access = Access(self.model, runner, flats, agreement, optimizer)
         owner = Owner(sharding.units, runner, agreement, access, gradients, self.before_change)
         self._hooks.callback(owner.close)
@@ -265,8 +268,7 @@ class Works:
         if self.plan.clip_grad_norm is not None:
             self.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self.before_change()
-        # Here the update begins. What a collective that was cut off has left must not get into the weights.
-        self.world.journal.require_sound()
+        self.world.journal.check()  # see [Note: garbage after a fault]
         optimizer.offer_gradients(member)
 
     def _during_step(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
 from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.watch import Watch
@@ -170,7 +171,7 @@ def test_lengths_that_differ() -> None:
     def rank(world: sw.World) -> FaultError:
         full = torch.zeros(4 * (NUM_RANKS + (NUM_RANKS if world.rank == 0 else 0)))
         with pytest.raises(FaultError) as raised:
-            world.collectives(full.device).all_gather(full, world.everybody).wait()
+            world.collectives(full.device).all_gather(full, world.everybody, "full").wait()
         return raised.value
 
     error = the_letter([*run_ranks(NUM_RANKS, rank, patience_seconds=0.3)])
@@ -189,12 +190,12 @@ def test_what_only_one_rank_has_marked(odd: tuple[str, ...], shares_memory: bool
         total = torch.ones(6)
         collectives = world.collectives(total.device)
         collectives.journal.mark("the same everywhere")
-        collectives.all_reduce(total, total, world.everybody, total.dtype).wait()
+        collectives.all_reduce(total, total, world.everybody, total.dtype, "total").wait()
         assert total[0] == 2
         for what in odd if world.rank else ("gathered 0.weight",):
             collectives.journal.mark(what)
         with pytest.raises(FaultError) as raised:
-            collectives.all_reduce(total, total, world.everybody, total.dtype).wait()
+            collectives.all_reduce(total, total, world.everybody, total.dtype, "total").wait()
         return raised.value
 
     errors = run_ranks(2, rank, patience_seconds=0.3, shares_memory=shares_memory)
@@ -322,7 +323,7 @@ def test_a_silent_rank_is_told_of_by_one_that_is_not(caplog: pytest.LogCaptureFi
             watch = world._watch
             assert watch is not None
             report = world.journal.status(beat=10**6, seconds=0)
-            world.journal.enter("gather", world.everybody, 64 * 3, torch.uint8)
+            world.journal.enter("gather", world.everybody, 64 * 3, torch.uint8, "full")
             entered = world.journal.status(beat=10**6, seconds=0)
             awaited = ("world 0-2/3", entered.count("world 0-2/3"), (0, 1, 2))
             watch._board.publish(replace(report, tracks=entered.tracks, awaited=awaited, state="waiting"))
@@ -330,7 +331,7 @@ def test_a_silent_rank_is_told_of_by_one_that_is_not(caplog: pytest.LogCaptureFi
             while world.journal.letter is None:
                 time.sleep(0.05)
             raise world.journal.letter.error()
-        world._host.all_gather(torch.zeros(64 * 3, dtype=torch.uint8), world.everybody).wait()
+        world._host.all_gather(torch.zeros(64 * 3, dtype=torch.uint8), world.everybody, "full").wait()
         raise AssertionError
 
     def fails(world: sw.World) -> FaultError:
@@ -346,6 +347,60 @@ def test_a_silent_rank_is_told_of_by_one_that_is_not(caplog: pytest.LogCaptureFi
     assert caplog.messages
     assert all("rank 0 has not been heard of for" in message for message in caplog.messages)
     assert "Because of it rank 1 waits in" in caplog.text
+
+
+def test_a_rank_that_is_gone_is_found_though_nobody_waits_at_a_socket() -> None:
+    """Rank 0 waits for its device, where kernels wait for rank 1, which is killed: only its connection is closed."""
+    lost: list[int] = []
+
+    def rank(world: sw.World) -> FaultError | None:
+        world.barrier()
+        watch = world._watch
+        assert watch is not None
+        if world.rank == 1:  # its reports end
+            watch._publish = lambda: world.journal.status(0, 0)  # type: ignore[method-assign]
+            lost.append(1)
+            while world.journal.letter is None:
+                time.sleep(0.05)
+            return None
+        watch._lost_ranks = lambda: lost
+        entry = world.journal.enter("gather", world.everybody, 64, torch.uint8, "full")
+        world.journal.device_wait = lambda: entry
+        while world.journal.letter is None:
+            time.sleep(0.05)
+        return world.journal.letter.error()
+
+    started = time.monotonic()
+    error, _ = run_ranks(2, rank, patience_seconds=0.5, timeout_seconds=60, shares_memory=False)
+    assert error is not None
+    assert (error.kind, error.ranks) == ("lost", (1,))
+    assert "its connection to rank 0 is closed" in str(error)
+    assert time.monotonic() - started < 30
+
+
+def test_what_is_sent_is_told_apart_by_its_subject_alone() -> None:
+    """Not by who sends it: two functions may send the same thing."""
+
+    def one(world: sw.World) -> None:
+        world.exchange(b"", "greeting")
+
+    def other(world: sw.World) -> None:
+        world.exchange(b"", "greeting")
+
+    run_ranks(2, lambda world: (one if world.rank else other)(world))
+    with pytest.raises(FaultError, match="contradict"):
+        run_ranks(2, lambda world: world.exchange(b"", f"greeting of {world.rank}"))
+
+
+def test_lines_are_told_apart_by_all_of_their_ranks() -> None:
+    """These two begin and end alike."""
+    journal = Journal(0)
+    one = journal.enter("gather", Group("dp", (0, 1, 3), 0), 8, torch.float32, "x")
+    other = journal.enter("gather", Group("dp", (0, 2, 3), 0), 8, torch.float32, "x")
+    again = journal.enter("gather", Group("dp", (0, 1, 3), 0), 8, torch.float32, "x")
+    assert one.line is again.line is not other.line
+    assert [one.number, other.number, again.number] == [1, 1, 2]
+    assert journal.ranks_of(other.line.name) == (0, 2, 3)
 
 
 def test_nothing_is_left_behind() -> None:

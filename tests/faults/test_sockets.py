@@ -48,3 +48,22 @@ def test_both_ends_in_one_process_lead_to_no_other_rank() -> None:
     assert mine.ports == {}
     one.close()
     other.close()
+
+
+def test_a_rank_that_closed_its_end_shows_without_a_message() -> None:
+    """Of three: itself, one that lives and one whose process is gone."""
+    ours = [pair(), pair()]
+    mine = Sockets()
+    mine.ports = {near.fileno(): ports(near) for near, _ in ours}
+
+    def exchange(message: bytes) -> list[bytes]:
+        return [message, *(json.dumps([ports(far)]).encode() for _, far in ours)]
+
+    mine.keep_mirrored(0, exchange)
+    assert mine.lost_ranks() == set()
+    ours[1][1].close()
+    assert mine.lost_ranks() == {2}
+    for near, far in ours:
+        near.close()
+        far.close()
+    assert mine.lost_ranks() == set(), "a descriptor that is not theirs any more says nothing"

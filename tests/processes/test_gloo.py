@@ -18,6 +18,12 @@ def test_presets_race_over_gloo(num_ranks: int, num_cases: int) -> None:
     assert run.stdout.count(": same") == num_cases
 
 
+def test_collectives_on_devices_over_torchs_own_groups() -> None:
+    run = launch(RACE.with_name("device_groups.py"), 2)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(": same") == 4
+
+
 FAILS = """
 import os, signal, sys
 import torch, shardwise as sw

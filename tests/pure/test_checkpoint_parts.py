@@ -22,7 +22,8 @@ from shardwise.checkpoint.codec import decode, encode
 from shardwise.checkpoint.folder import tidy
 from shardwise.checkpoint.image import PAGE, WINDOW, Sums, image_of
 from shardwise.checkpoint.lock import LOCK, FolderLock, Holder
-from shardwise.checkpoint.write import Snapshot, live, staged
+from shardwise.checkpoint.write import Copying, Snapshot, live, staged
+from shardwise.devices import RankDevice
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.placement import Span
 
@@ -176,11 +177,13 @@ def test_an_image_is_what_safetensors_reads(tmp_path: Path) -> None:
     made = content()
     image = image_of("rank-00000.safetensors", made, {"rank/0": b'{"a": 1}'})
     stage = torch.zeros(image.padded_bytes, dtype=torch.uint8)
-    snapshot = Snapshot(image, stage)
+    snapshot = Snapshot(image, stage, RankDevice.cpu())
     snapshot.take()
     snapshot.go_on()
     snapshot.copy_rest()
-    windows = [bytes(window) for window in live(image, torch.empty(2 * WINDOW, dtype=torch.uint8))]
+    windows = [
+        bytes(window) for window in live(image, torch.empty(2 * WINDOW, dtype=torch.uint8), Copying(RankDevice.cpu()))
+    ]
     assert b"".join(windows) == stage.numpy().tobytes()
     assert len(stage) % PAGE == 0
     path = tmp_path / image.name

@@ -66,6 +66,16 @@ def test_the_last_axis_varies_fastest() -> None:
     assert mesh.coordinate(6) == {"node": 1, "local": 2}
 
 
+def test_lines_of_100_000_ranks() -> None:
+    """What each says of itself is as long as its lines, not as the world."""
+    mesh = Mesh(("node", "local"), (12_500, 8))
+    assert mesh.group(99_999, "local") == tuple(range(99_992, 100_000))
+    assert mesh.group(99_999, "node") == tuple(range(7, 100_000, 8))
+    assert (mesh.stride("node"), mesh.stride("local")) == (8, 1)
+    lines = mesh.groups("local")
+    assert (len(lines), lines[-1]) == (12_500, tuple(range(99_992, 100_000)))
+
+
 @pytest.mark.parametrize(
     ("axes", "letter"),
     [

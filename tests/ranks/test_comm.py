@@ -47,7 +47,7 @@ def test_all_gather_in_place(run_ranks: RunRanks, num_ranks: int, dtype: torch.d
     def gather(collectives: Collectives, group: Group) -> Tensor:
         full = torch.zeros(num_ranks * CHUNK, dtype=dtype)
         full.chunk(num_ranks)[group.index].fill_(group.index + 1)
-        collectives.all_gather(full, group).wait()
+        collectives.all_gather(full, group, "x").wait()
         return full
 
     for full in on_line(run_ranks, num_ranks, gather):
@@ -62,7 +62,7 @@ def test_reduce_scatter_sums_in_the_wide_dtype(
 ) -> None:
     def reduce(collectives: Collectives, group: Group) -> Tensor:
         out = torch.empty(CHUNK)
-        collectives.reduce_scatter(out, summand(group.index, num_ranks, source), group, wire).wait()
+        collectives.reduce_scatter(out, summand(group.index, num_ranks, source), group, wire, "x").wait()
         return out
 
     reduced = torch.cat(on_line(run_ranks, num_ranks, reduce)).double()
@@ -79,7 +79,7 @@ def test_all_reduce_is_the_same_everywhere(
     def reduce(collectives: Collectives, group: Group) -> Tensor:
         source = summand(group.index, num_ranks)
         out = source if in_place else torch.empty_like(source)
-        collectives.all_reduce(out, source, group, wire).wait()
+        collectives.all_reduce(out, source, group, wire, "x").wait()
         return out
 
     results = on_line(run_ranks, num_ranks, reduce)
@@ -96,7 +96,7 @@ def test_all_to_all_of_any_lengths(run_ranks: RunRanks, num_ranks: int) -> None:
         me, collectives = world.rank, world.collectives(torch.device("cpu"))
         sent = [torch.full((me * other,), float(10 * me + other)) for other in range(num_ranks)]
         arrived = [torch.zeros(other * me) for other in range(num_ranks)]
-        collectives.all_to_all(arrived, sent, world.everybody).wait()
+        collectives.all_to_all(arrived, sent, world.everybody, "x").wait()
         for other in range(num_ranks):
             expected = 10 * other + me if other != me else 0  # what one has oneself is left alone
             assert torch.equal(arrived[other], torch.full((other * me,), float(expected)))
@@ -110,7 +110,7 @@ def test_all_to_all_of_any_lengths(run_ranks: RunRanks, num_ranks: int) -> None:
 def test_broadcast_and_exchange(run_ranks: RunRanks, num_ranks: int) -> None:
     def rank(world: sw.World) -> None:
         tensor = torch.full((5,), float(world.rank))
-        world.collectives(tensor.device).broadcast(tensor, num_ranks - 1, world.everybody).wait()
+        world.collectives(tensor.device).broadcast(tensor, num_ranks - 1, world.everybody, "x").wait()
         assert tensor.tolist() == [num_ranks - 1] * 5
         assert world.exchange(b"x" * world.rank) == [b"x" * other for other in range(num_ranks)]
         assert world.exchange(b"") == [b""] * num_ranks
@@ -124,10 +124,10 @@ def test_broadcast_and_exchange(run_ranks: RunRanks, num_ranks: int) -> None:
 def test_nothing_travels_as_nothing(run_ranks: RunRanks) -> None:
     def rank(world: sw.World) -> int:
         collectives, nothing = world.collectives(torch.device("cpu")), torch.zeros(0)
-        collectives.all_gather(nothing, world.everybody).wait()
-        collectives.reduce_scatter(nothing, torch.zeros(0), world.everybody, torch.float32).wait()
-        collectives.all_reduce(nothing, nothing, world.everybody, torch.bfloat16).wait()
-        collectives.broadcast(nothing, 1, world.everybody).wait()
+        collectives.all_gather(nothing, world.everybody, "x").wait()
+        collectives.reduce_scatter(nothing, torch.zeros(0), world.everybody, torch.float32, "x").wait()
+        collectives.all_reduce(nothing, nothing, world.everybody, torch.bfloat16, "x").wait()
+        collectives.broadcast(nothing, 1, world.everybody, "x").wait()
         world.barrier()
         return nothing.numel()
 
@@ -143,7 +143,7 @@ def test_lines_of_a_mesh_do_not_mix(run_ranks: RunRanks) -> None:
         for axis in mesh.axes:
             group = world.group(mesh, axis)
             tensor = torch.full((6,), float(world.rank))
-            collectives.all_reduce(tensor, tensor, group, torch.float32).wait()
+            collectives.all_reduce(tensor, tensor, group, torch.float32, "x").wait()
             sums.append(tensor[:1].tolist())
         return sums[0], sums[1]
 

@@ -298,7 +298,7 @@ def test_more_offers_than_there_are_places_for() -> None:
                 tensors.append(torch.full((3,), float(number)))
             else:
                 tensors.append(torch.zeros(3))
-            works.append(collectives.broadcast(tensors[-1], 0, world.everybody))
+            works.append(collectives.broadcast(tensors[-1], 0, world.everybody, "values"))
             if world.rank == 1:
                 works[-1].wait()
         if world.rank == 0:

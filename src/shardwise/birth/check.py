@@ -81,10 +81,10 @@ def check_same_everywhere(model: nn.Module, data_group: DataGroup) -> None:
     ]
     mine += [[name, list(buffer.shape), str(buffer.dtype), False] for name, buffer in model.named_buffers()]
     digest = hashlib.sha256(json.dumps(mine).encode()).digest()
-    digests = data_group.exchange(digest)
+    digests = data_group.exchange(digest, "model")
     if len(set(digests)) == 1:
         return
-    theirs = [json.loads(message) for message in data_group.exchange(json.dumps(mine).encode())]
+    theirs = [json.loads(message) for message in data_group.exchange(json.dumps(mine).encode(), "models")]
     odd = next(place for place, other in enumerate(theirs) if other != theirs[0])
     ranks = data_group.rank_at(0), data_group.rank_at(odd)
     raise ModelError(f"The ranks built different models: {_first_difference(theirs[0], theirs[odd], ranks)}")
@@ -95,7 +95,7 @@ def check_same_settings(settings: Mapping[str, object], kind: str, world: World)
 
     `kind` is whose settings they are, such as "plan"; values are anything that JSON can hold.
     """
-    messages = world.exchange(json.dumps(settings, default=repr).encode())
+    messages = world.exchange(json.dumps(settings, default=repr).encode(), kind)
     odd = next((rank for rank, message in enumerate(messages) if message != messages[0]), None)
     if odd is None:
         return

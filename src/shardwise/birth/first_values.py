@@ -55,7 +55,8 @@ class FirstValues:
         self._match = _matched(model, wishes, world)
         if wishes.init is not None and not self._is_meta:
             raise ModelError("init= is for models on the meta device, and this one has values already; leave it out.")
-        self.device = wishes.device or (world.device if self._is_meta or self._is_deferred else own_device)
+        asked = None if wishes.device is None else world.rank_device.resolve(wishes.device)
+        self.device = asked or (world.device if self._is_meta or self._is_deferred else own_device)
         self._replayed: tuple[Origin, torch.UntypedStorage] | None = None
 
     def settle(self, units: Sequence[Unit]) -> None:
@@ -97,7 +98,7 @@ class FirstValues:
         for param in left:
             if origin_of(param) is None:
                 digest.update(tensor_bytes(param))
-        return len(set(self._data_group.exchange(digest.digest()))) == 1
+        return len(set(self._data_group.exchange(digest.digest(), "first values"))) == 1
 
     # -- flat buffers -----------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class FirstValues:
         if self._data_group.size == 1 or tensor.numel() == 0:
             return
         sent = tensor.contiguous()
-        self._data_group.broadcast(sent.view(-1))
+        self._data_group.broadcast(sent.view(-1), "first values")
         if sent.data_ptr() != tensor.data_ptr():
             copy_into(tensor, sent)
 
@@ -189,7 +190,7 @@ def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:
         found = match(model, WeightFiles(wishes.weights), strict=wishes.strict)
     except (CheckpointError, ModelError) as error:
         refusal = f"{type(error).__name__}:{error}"
-    refusals = [said for said in world.exchange(refusal.encode()) if said]
+    refusals = [said for said in world.exchange(refusal.encode(), "birth") if said]
     if refusals or found is None:
         kind, _, letter = refusals[0].decode().partition(":")
         raise (CheckpointError if kind == "CheckpointError" else ModelError)(letter)

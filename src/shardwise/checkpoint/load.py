@@ -90,7 +90,7 @@ def find(folder: Path, world: World) -> Path | None:
         except (CheckpointError, OSError) as error:
             is_ours = isinstance(error, CheckpointError)
             said = {"error": str(error) if is_ours else f"{folder} cannot be looked into: {error}."}
-    told = json.loads(world.exchange(json.dumps(said).encode())[0])
+    told = json.loads(world.exchange(json.dumps(said).encode(), "index")[0])
     if "error" in told:
         raise CheckpointError(told["error"])
     return None if told["path"] is None else Path(told["path"])
@@ -127,7 +127,7 @@ def load(
         ):
             _fill(recipe, reader, optimizer)
         if recipe.generators is not None:
-            rng.restore(recipe.generators)
+            rng.restore(recipe.generators, world.rank_device)
         return Loaded(path, reader.index.step, decode(reader.index.state), reader.num_bytes_read)
 
 
@@ -153,7 +153,7 @@ def _agreed(world: World, prefix: str = "") -> Iterator[None]:
     except Exception as error:  # whatever it is, the others must hear of it
         refusal = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         cause = error
-    refusals = [message.decode() for message in world.exchange(refusal.encode(errors="backslashreplace"))]
+    refusals = [message.decode() for message in world.exchange(refusal.encode(errors="backslashreplace"), "loaded")]
     if any(refusals):
         raise CheckpointError(prefix + next(said for said in refusals if said)) from cause
 

@@ -100,7 +100,7 @@ class Belongings:
                     self._tensors[piece.name, key] = value
                 said = ["piece", dtype_name(value.dtype)] if is_piece else ["value", encode(value, key)]
                 told.setdefault(piece.name, {})[key] = said
-        for message in self._world.exchange(json.dumps(told).encode()):
+        for message in self._world.exchange(json.dumps(told).encode(), "layout"):
             for name, states in json.loads(message).items():
                 for key, (what, said) in states.items():
                     if what == "piece":
@@ -162,7 +162,7 @@ class Belongings:
             sent.append(torch.cat(goes) if goes else torch.empty(0, dtype=dtype, device=device))
             arrived.append(torch.empty(num_comes, dtype=dtype, device=device))
             targets.append(comes)
-        collectives.all_to_all(arrived, sent, world.everybody).wait()
+        collectives.all_to_all(arrived, sent, world.everybody, "reshard").wait()
         for message, comes in zip(arrived, targets, strict=True):
             start = 0
             for thing, span in comes:

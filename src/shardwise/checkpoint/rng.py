@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.devices import RankDevice
 
-def capture() -> dict[str, Any]:
-    """The state of Python's, numpy's and torch's generators (and the current GPU's), as arrays and numbers."""
+
+def capture(device: RankDevice) -> dict[str, Any]:
+    """The state of Python's, numpy's and torch's generators, and of `device`'s, as arrays and numbers."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -18,17 +20,19 @@ def capture() -> dict[str, Any]:
         "numpy": [name, keys, position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    if device.accelerator is not None:
+        with device.here():
+            state[device.accelerator.kind] = device.accelerator.rng_state()
     return state
 
 
-def restore(state: dict[str, Any]) -> None:
-    """Put the generators back to what `capture` saw."""
+def restore(state: dict[str, Any], device: RankDevice) -> None:
+    """Put the generators back to what `capture` saw; that of `device` if it was one of the same kind."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys, position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    if device.accelerator is not None and device.accelerator.kind in state:
+        with device.here():
+            device.accelerator.set_rng_state(state[device.accelerator.kind])

@@ -37,7 +37,7 @@ from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.checkpoint.notes import Notes, Writer, file_name
 from shardwise.checkpoint.plain import check_depth
-from shardwise.checkpoint.write import Feed, Snapshot, Stage, leave_refusal, live, staged, write_rank
+from shardwise.checkpoint.write import Copying, Feed, Snapshot, Stage, leave_refusal, live, staged, write_rank
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.version import __version__
@@ -85,7 +85,7 @@ class Saver:
 
     def __init__(self, world: World, *, pinned: bool = False, timeout_seconds: float = 300) -> None:
         self._world = world
-        self._stage = Stage(pinned=pinned)
+        self._stage = Stage(world.rank_device if pinned else None)
         self._timeout_seconds = timeout_seconds
         self._under_way: _UnderWay | None = None
         self._snapshot: Snapshot | None = None
@@ -215,7 +215,7 @@ class Saver:
             outcome: dict[str, Any] = {"result": work()}
         except Exception as error:  # whatever it is, the others must hear of it
             outcome = {"error": _said(error), "kind": _kind_of(error).__name__}
-        outcomes = [json.loads(message) for message in self._world.exchange(json.dumps(outcome).encode())]
+        outcomes = [json.loads(message) for message in self._world.exchange(json.dumps(outcome).encode(), "checkpoint")]
         failed = [(rank, said) for rank, said in enumerate(outcomes) if "error" in said]
         if failed:
             if draft is not None and self._world.rank == 0:
@@ -233,7 +233,7 @@ class Saver:
         """All ranks write, and agree that they have; then rank 0 makes the checkpoint appear."""
 
         def write() -> None:
-            feed = Feed(prepared.image, live(prepared.image, prepared.stage))
+            feed = Feed(prepared.image, live(prepared.image, prepared.stage, Copying(self._world.rank_device)))
             feed.start()
             write_rank(prepared.draft, feed, prepared.content.numbers)
 
@@ -252,7 +252,7 @@ class Saver:
         snapshot: Snapshot | None = None
         feed: Feed | None = None
         try:
-            snapshot = Snapshot(prepared.image, prepared.stage)
+            snapshot = Snapshot(prepared.image, prepared.stage, self._world.rank_device)
             snapshot.take()
             image = prepared.image.without_sources
             feed = Feed(image, staged(prepared.stage), first=snapshot.copy_rest)

@@ -10,7 +10,9 @@ import mmap
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +20,80 @@ import torch
 
 from shardwise.checkpoint.codec import bytes_tensor
 from shardwise.checkpoint.image import PAGE, WINDOW, Image, Sums
+from shardwise.devices import Event, RankDevice, Stream
 from shardwise.errors import CheckpointError
 
 
 class Stage:
-    """Host memory for one image, kept from save to save. It begins on a page; pinned where it is filled from a GPU."""
+    """Host memory for one image, kept from save to save. It begins on a page; pinned where it is filled from a device.
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+    [Note: pinned pages] Torch's own pinned memory is rounded up to a power of two: for an image of 33 GiB, 64. So pages
+    are locked where they lie, if the accelerator can do that.
+    """
+
+    def __init__(self, device: RankDevice | None = None) -> None:
+        """Pinned for copies from `device`, if one is given."""
+        self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def sized(self, num_bytes: int) -> torch.Tensor:
         if self._memory.numel() < num_bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # lets the old one go before the new one comes
-            self._memory = (
-                torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) if self._pinned else pages(num_bytes)
-            )
+            self._memory = pages(num_bytes, self._device)
         return self._memory[:num_bytes]
 
 
-def pages(num_bytes: int) -> torch.Tensor:
-    """Host memory that begins on a page, as writes that bypass the page cache demand."""
-    memory = mmap.mmap(-1, max(num_bytes, PAGE))
+def pages(num_bytes: int, device: RankDevice | None = None) -> torch.Tensor:
+    """Host memory that begins on a page, as writes that bypass the page cache demand; pinned for `device`."""
+    mapped = mmap.mmap(-1, max(num_bytes, PAGE))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages does without
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    if device is None or device.accelerator is None:
+        return memory
+    with device.here():
+        unlock = device.accelerator.lock_pages(memory.data_ptr(), memory.numel())
+        if unlock is None:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    weakref.finalize(mapped, unlock).atexit = False
+    return memory
+
+
+class Copying:
+    """Copies off a device by another thread, behind all that the stream of the thread that made this has been given.
+
+    A thread's own current stream is the default one, which knows nothing of what is queued on others.
+    """
+
+    def __init__(self, device: RankDevice) -> None:
+        self._device = device
+        self._stream: Stream | None = None
+        self._made: Event | None = None
+        if device.accelerator is not None:
+            with device.here():
+                self._made = device.accelerator.event()
+                self._made.record(device.accelerator.current_stream())
+
+    def wait(self) -> None:
+        """Until what was queued when this was made has been done."""
+        if self._made is not None:
+            self._made.synchronize()
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Inside, copies are queued; on leaving they are done."""
+        accelerator = self._device.accelerator
+        if accelerator is None or self._made is None:
+            yield
+            return
+        with self._device.here():
+            if self._stream is None:
+                self._stream = accelerator.new_stream()
+                self._stream.wait_event(self._made)
+            with accelerator.on(self._stream):
+                yield
+            self._stream.synchronize()
 
 
 class Snapshot:
@@ -57,15 +107,15 @@ class Snapshot:
     the checkpoint fails with a letter instead of holding half of the change.
     """
 
-    def __init__(self, image: Image, stage: torch.Tensor) -> None:
+    def __init__(self, image: Image, stage: torch.Tensor, device: RankDevice) -> None:
         self._image: Image | None = image
+        self._device = device
         self._stage = stage
         self._late = [number for number, part in enumerate(image.parts) if part.is_hidden]
         self._counts = [_changes_of(image.sources[number]) for number in self._late]
         self._may_go_on = threading.Event()
         self._is_whole = threading.Event()
-        self._stream_device = next((source.device for source in image.sources if source.is_cuda), None)
-        self._taken: torch.cuda.Event | None = None
+        self._rest: Copying | None = None
 
     def take(self) -> None:
         """Copy what may change at any time, and note the moment."""
@@ -74,10 +124,8 @@ class Snapshot:
         self._stage[: len(image.head)].copy_(bytes_tensor(image.head))
         late = set(self._late)
         image.copy_to(self._stage, (number for number in range(len(image.parts)) if number not in late))
-        if self._stream_device is not None:
-            stream = torch.cuda.current_stream(self._stream_device)
-            self._taken = stream.record_event()
-            stream.synchronize()
+        self._rest = Copying(self._device)
+        self._rest.wait()
 
     def go_on(self) -> None:
         """Let `copy_rest` begin: a thread that copies takes the interpreter from the one that starts it."""
@@ -99,15 +147,9 @@ class Snapshot:
     def _copy_rest(self) -> None:
         image = self._image
         assert image is not None
-        if self._stream_device is None:
+        assert self._rest is not None
+        with self._rest.under_way():
             image.copy_to(self._stage, self._late)
-        else:
-            stream = torch.cuda.Stream(self._stream_device)  # type: ignore[no-untyped-call]  # torch's own
-            assert self._taken is not None
-            stream.wait_event(self._taken)
-            with torch.cuda.stream(stream):
-                image.copy_to(self._stage, self._late)
-            stream.synchronize()
         for number, count in zip(self._late, self._counts, strict=True):
             if _changes_of(image.sources[number]) != count:
                 raise CheckpointError(
@@ -129,12 +171,13 @@ def staged(stage: torch.Tensor) -> Iterator[memoryview]:
         yield view[start : start + WINDOW]
 
 
-def live(image: Image, stage: torch.Tensor) -> Iterator[memoryview]:
+def live(image: Image, stage: torch.Tensor, copying: Copying) -> Iterator[memoryview]:
     """An image read from where its tensors live, window by window, through two windows of host memory in turn."""
     for number, start in enumerate(range(0, image.padded_bytes, WINDOW)):
         at = number % 2 * WINDOW
         window = stage[at : at + min(WINDOW, image.padded_bytes - start)]
-        image.read(start, window)
+        with copying.under_way():
+            image.read(start, window)
         yield memoryview(window.numpy().data)
 
 

@@ -52,7 +52,11 @@ def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh
         raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
     rows, device = rows_for(model, plan, mesh), _device()
     first = dict.fromkeys(mesh.axes, 0)
-    units = [make_unit(choice, rows, mesh, first, ByteMeter(), device) for choice in choose_units(model, plan)]
+    on_host = device.type == "cpu"
+    units = [
+        make_unit(choice, rows, mesh, first, ByteMeter(), device, on_host=on_host)
+        for choice in choose_units(model, plan)
+    ]
     units = [unit for unit in units if unit.flats]
     return rehearse(model, units, batch, device=device, compute=table.compute)
 

@@ -1,13 +1,15 @@
 """The world of ranks, transports between them, collectives over named axes."""
 
 from shardwise.comm.board import last_words
-from shardwise.comm.collectives import Collectives
+from shardwise.comm.collectives import Buffers, Collectives, Communicator
 from shardwise.comm.commons import Common, Commons, Part
 from shardwise.comm.data_group import DataGroup
+from shardwise.comm.device_collectives import DeviceCollectives
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import Pairwise, Transport
+from shardwise.comm.process_groups import ProcessGroups
 from shardwise.comm.small import sum_small
 from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.work import Done, Pending, Work
@@ -15,10 +17,13 @@ from shardwise.comm.world import EVERYBODY, World
 
 __all__ = [
     "EVERYBODY",
+    "Buffers",
     "Collectives",
     "Common",
     "Commons",
+    "Communicator",
     "DataGroup",
+    "DeviceCollectives",
     "Done",
     "Group",
     "Journal",
@@ -27,6 +32,7 @@ __all__ = [
     "Part",
     "Pending",
     "PostOffice",
+    "ProcessGroups",
     "ThreadTransport",
     "Transport",
     "Work",

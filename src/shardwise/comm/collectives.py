@@ -1,4 +1,8 @@
-"""What the rest of the library asks of communication. Everything above speaks in these six verbs."""
+"""What the rest of the library asks of communication: verbs, memory to send from, and a life from start to end.
+
+Most code needs the verbs alone, and says so by taking `Collectives`. Who lays out memory asks for `Buffers`. The world,
+which makes and ends them, has a `Communicator`, which is all of it.
+"""
 
 from __future__ import annotations
 
@@ -18,51 +22,59 @@ Tensor = torch.Tensor
 
 
 class Collectives(Protocol):
-    """Collectives over the ranks of a group.
+    """Collectives over the ranks of a group, in six verbs.
 
     Every rank of the group calls, in the same order. Each call returns at once; the tensors it was given
     belong to it until `wait` returns. All tensors are one-dimensional and contiguous, and their length is
-    a multiple of the group's size, except for `broadcast` and `all_to_all`.
+    a multiple of the group's size, except for `broadcast` and `all_to_all`. `subject` says what is sent, such as the
+    name of a flat buffer: ranks that name different ones are told that they contradict each other.
     """
 
     ledger: Ledger
     journal: Journal
-    is_buffer_scarce: bool
-    """Whether memory of `buffer` should go soon: what is to stay is better kept elsewhere."""
 
-    def all_gather(self, full: Tensor, group: Group) -> Work:
+    def all_gather(self, full: Tensor, group: Group, subject: str) -> Work:
         """Fill `full` in place: each rank has put its chunk, the `group.index`-th, where it belongs."""
         ...
 
-    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
+    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
         """Sum the ranks' `source` and leave this rank's chunk of it in `out`, in `out`'s dtype.
 
-        Elements travel as `wire`. `source` is given away: others may still read it when this rank's work is done.
+        Elements travel as `wire` and are summed in `out`'s dtype, in the order of the group, where that is wider.
+        `source` is given away: others may still read it when this rank's work is done.
         """
         ...
 
-    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
-        """Sum the ranks' `source` into `out` (which may be `source`); bit for bit the same on all of them."""
+    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
+        """Sum the ranks' `source` into `out` (which may be `source`); bit for bit the same on all of them.
+
+        Each rank's chunk is summed as by `reduce_scatter`; the sums travel as `wire` again, and are rounded to it.
+        """
         ...
 
-    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> Work:
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
         """Send `sent[i]` to the rank at place i of the group, and fill `arrived[i]` from it.
 
         Lengths may differ, and what has no elements does not travel; what this rank would send itself is left alone.
         """
         ...
 
-    def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:
+    def broadcast(self, tensor: Tensor, root: int, group: Group, subject: str) -> Work:
         """Give all ranks of the group what the rank `root` (a rank of the world) has, in place."""
         ...
 
-    def exchange(self, message: bytes, group: Group) -> list[bytes]:
+    def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         """Everybody's message, by place in the group. Blocks. For small things: checks and agreements."""
         ...
 
-    def prepare(self, mesh: Mesh) -> None:
-        """Make what collectives over the axes of `mesh` need. All ranks of the world call."""
-        ...
+
+class Buffers(Protocol):
+    """Memory that collectives can send from without another copy, and memory that ranks have in common."""
+
+    is_buffer_scarce: bool
+    """Whether memory of `buffer` should go soon: what is to stay is better kept elsewhere."""
+    is_host: bool
+    """Whether tensors lie in the host's memory, where fresh pages are what costs, and whole buffers may stay."""
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of undefined content that can be sent from without another copy."""
@@ -81,6 +93,14 @@ class Collectives(Protocol):
 
         `None` on all of them where they have none. All ranks of the group call.
         """
+        ...
+
+
+class Communicator(Collectives, Buffers, Protocol):
+    """What moves tensors of one kind of memory, from the making of its groups to its end."""
+
+    def prepare(self, mesh: Mesh) -> None:
+        """Make what collectives over the axes of `mesh` need. All ranks of the world call."""
         ...
 
     def transport(self, group: Group) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import inspect
 from typing import Any
 
 import torch
@@ -35,3 +37,27 @@ def another_connection() -> Store | None:
     except (RuntimeError, AttributeError):  # not every kind of store can
         return None
     return twin
+
+
+def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether groups can be split off `group`, one call for all lines of an axis; the same on all ranks.
+
+    Torch before 2.13 cannot keep one of a group's backends alone, and none splits a group that is bound to no device.
+    """
+    if "backend" not in inspect.signature(dist.split_group).parameters:
+        return False
+    default: Any = dist.group.WORLD
+    if default is None or default.bound_device_id is None:
+        return False
+    backend: Any = group._get_backend(torch.device(device.type))
+    return bool(backend.supports_splitting)
+
+
+def split_group(
+    group: dist.ProcessGroup, lines: list[list[int]], *, timeout: datetime.timedelta, backend: str, options: Any
+) -> dist.ProcessGroup:
+    made: dist.ProcessGroup | None = dist.split_group(
+        group, lines, timeout=timeout, pg_options=options, backend=backend
+    )
+    assert made is not None, "each rank is on one line"
+    return made

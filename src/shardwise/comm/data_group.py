@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from shardwise.comm.group import Group
 from shardwise.comm.world import World
 from shardwise.mesh import Mesh
+
+
+class Exchange(Protocol):
+    def __call__(self, message: bytes, subject: str = "message") -> list[bytes]: ...
 
 
 class DataGroup:
@@ -23,8 +27,8 @@ class DataGroup:
         ranks = mesh.among(world.rank, mesh.data_axes)
         self._world = world
         self.group = world.everybody
-        self.exchange: Callable[[bytes], list[bytes]] = world.exchange
-        """Everybody's message, by place in the group. All of it call; blocks."""
+        self.exchange: Exchange = world.exchange
+        """Everybody's message, by place in the group. All of it call, with the same `subject`; blocks."""
         if len(ranks) < world.size:
             self.group = Group("+".join(mesh.data_axes), ranks, ranks.index(world.rank))
             self.exchange = partial(_exchange, world, self.group)
@@ -46,10 +50,10 @@ class DataGroup:
         """Which rank of the world is there."""
         return self.group.ranks[place]
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, subject: str) -> None:
         """Give all ranks of the group the first one's `tensor`, one-dimensional and contiguous, in place; blocks."""
-        self._world.collectives(tensor.device).broadcast(tensor, self.rank_at(0), self.group).wait()
+        self._world.collectives(tensor.device).broadcast(tensor, self.rank_at(0), self.group, subject).wait()
 
 
-def _exchange(world: World, group: Group, message: bytes) -> list[bytes]:
-    return world.collectives(torch.device("cpu")).exchange(message, group)
+def _exchange(world: World, group: Group, message: bytes, subject: str = "message") -> list[bytes]:
+    return world.collectives(torch.device("cpu")).exchange(message, group, subject)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch.distributed as dist
@@ -58,6 +59,9 @@ class GlooTransport:
             return _Message(self._group.recv([tensor], rank, tag), tensor, rank)
         except RuntimeError as error:
             raise _broken(rank, error) from error
+
+    def lost_ranks(self) -> Collection[int]:
+        return self._sockets.lost_ranks()
 
     def cut(self) -> None:
         self._sockets.shut_down()

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+_MOST_LISTED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks along one axis, in its order, and this rank's place among them."""
+    """The ranks along one axis, in its order, and this rank's place among them.
+
+    Made once and kept: what is worked out here takes as long as there are ranks.
+    """
 
     axis: str
     ranks: tuple[int, ...]
     index: int
     others: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     """Place and rank of the others, beginning with the right-hand neighbour."""
+    line: str = field(init=False, repr=False, compare=False)
+    """The ranks as a short text, equal for equal ranks only: a key whose hash is worked out once."""
+    name: str = field(init=False, repr=False, compare=False)
+    """The axis and the line, `"dp 0-6/4"`."""
 
     def __post_init__(self) -> None:
         num_ranks = len(self.ranks)
         places = [(self.index + step) % num_ranks for step in range(1, num_ranks)]
+        line = line_of(self.ranks)
         object.__setattr__(self, "others", tuple((place, self.ranks[place]) for place in places))
+        object.__setattr__(self, "line", line)
+        object.__setattr__(self, "name", f"{self.axis} {line}")
+
+
+def line_of(ranks: Sequence[int]) -> str:
+    """`"0-6/4"`: the first, the last and how many. Ranks that are not evenly spaced have a checksum behind that."""
+    first, last, num_ranks = ranks[0], ranks[-1], len(ranks)
+    stride = (last - first) // (num_ranks - 1) if num_ranks > 1 else 1
+    short = f"{first}-{last}/{num_ranks}"
+    if stride and tuple(ranks) == tuple(range(first, last + 1 if stride > 0 else last - 1, stride)):
+        return short
+    listed = ",".join(map(str, ranks))
+    return f"{short}#{listed if num_ranks <= _MOST_LISTED else hashlib.sha256(listed.encode()).hexdigest()}"

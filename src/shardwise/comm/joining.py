@@ -8,16 +8,20 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardwise.comm.meeting import Meeting
+from shardwise.comm.nccl import leave_errors_to_the_watch
+from shardwise.comm.sockets import Sockets, opened_inside
+from shardwise.devices import RankDevice, TorchAccelerator
 from shardwise.errors import CommError, ConfigError, FaultError
 
-_LATER_SECONDS = 10
+LATER_SECONDS = 10
 """gloo's own timeout closes connections and names nobody: the watch is to be there before it."""
 _BACKLOG = 4096  # all ranks connect at the same moment
 _STARTERS = {
@@ -27,7 +31,23 @@ _STARTERS = {
     "PMI_SIZE": "mpiexec",
 }
 """How many processes were started together, by the variable that says so and whoever sets it."""
+_NONE = "rank {rank} has no accelerator of its own"
+_TWICE = "ranks {first} and {rank} are shown the same device ({identity})"
 _log = logging.getLogger("shardwise")
+
+
+@dataclass
+class Opened:
+    """What a rank has once it has met the others."""
+
+    device: RankDevice = field(default_factory=RankDevice.cpu)
+    why_cpu: str = ""
+    """Why that is the CPU, although there are accelerators."""
+    gloo: dist.ProcessGroup | None = None
+    sockets: Sockets = field(default_factory=Sockets)
+    """Of `gloo`."""
+    beside: dist.ProcessGroup | None = None
+    """`gloo`, if it is not torch's own group."""
 
 
 def place_of(env: Mapping[str, str]) -> tuple[int, int]:
@@ -63,26 +83,76 @@ def number_in(env: Mapping[str, str], name: str, default: int) -> int:
         ) from error
 
 
-def gpu_of(env: Mapping[str, str]) -> torch.device | None:
-    """The GPU of this rank; each needs one of its own, for NCCL refuses two ranks on one."""
-    num_local = number_in(env, "LOCAL_WORLD_SIZE", 1)
-    if torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= num_local:
-        return torch.device("cuda", number_in(env, "LOCAL_RANK", 0))
-    return None
+def device_of(env: Mapping[str, str]) -> RankDevice:
+    """The accelerator that this rank would compute on, by its place among the ranks of its host; else the CPU.
+
+    Where each process is shown one device alone, that is it, whatever its place.
+    """
+    accelerator = TorchAccelerator.found()
+    if accelerator is None or not _has_backend(accelerator.kind):
+        return RankDevice.cpu()
+    index = number_in(env, "LOCAL_RANK", 0) if accelerator.num_devices > 1 else 0
+    return RankDevice.of(accelerator, index) if index < accelerator.num_devices else RankDevice.cpu()
+
+
+def backend_of(kind: str) -> str:
+    """Torch's name for what moves tensors between devices of a kind: `nccl`, `xccl`, `hccl`."""
+    name: str = dist.get_default_backend_for_device(kind)
+    return name
+
+
+def _has_backend(kind: str) -> bool:
+    """Whether this torch can move tensors between devices of a kind without a way over the host."""
+    try:
+        return backend_of(kind) != "gloo" and bool(dist.is_backend_available(backend_of(kind)))
+    except ValueError:  # torch knows none
+        return False
+
+
+def refusal_of(identities: Sequence[str]) -> str:
+    """Why ranks with devices of these identities have not one each; `""` if they have. `""` is who has none."""
+    first: dict[str, int] = {}
+    for rank, identity in enumerate(identities):
+        if not identity:
+            return _NONE.format(rank=rank)
+        if first.setdefault(identity, rank) != rank:
+            return _TWICE.format(first=first[identity], rank=rank, identity=identity)
+    return ""
+
+
+def agree_on_devices(store: Store, rank: int, size: int, identity: str) -> str:
+    """Why the ranks have no device each, the same on all of them; `""` if they have. All ranks call.
+
+    `identity` tells this rank's device from all others, and is `""` if it has none. Two ranks on one device cannot be
+    served, and one of them alone would know. Store errors are raised as they come, `RuntimeError`.
+    """
+    number = store.add(f"devices/{rank}", 1)  # a rank may meet the others several times
+    prefix = f"devices-{number}"
+    refusal = "" if identity else _NONE.format(rank=rank)
+    if identity:
+        first = store.compare_set(f"{prefix}/{identity}", "", str(rank)).decode()
+        if first != str(rank):
+            refusal = _TWICE.format(first=first, rank=rank, identity=identity)
+    if refusal:
+        store.compare_set(f"{prefix}/refusal", "", refusal)
+    if store.add(f"{prefix}/told", 1) == size:
+        store.set(f"{prefix}/all", "told")
+    store.get(f"{prefix}/all")
+    return store.get(f"{prefix}/refusal").decode() if store.check([f"{prefix}/refusal"]) else ""
 
 
 def open_process_group(
     rank: int, size: int, env: Mapping[str, str], timeout_seconds: float, patience_seconds: float
-) -> None:
-    """Meet the others, then open torch's group: gloo for what lies on the host, and NCCL beside it on GPUs.
+) -> Opened:
+    """Meet the others, then open torch's group: gloo for what lies on the host, and another backend for devices.
 
     Keys carry the attempt: after a restart nobody reads what a dead generation wrote.
     """
     host, port = env.get("MASTER_ADDR", "127.0.0.1"), number_in(env, "MASTER_PORT", 29500)
     is_host = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    place, gpu = f"{host}:{port}", gpu_of(env)
-    timeout = datetime.timedelta(seconds=timeout_seconds + _LATER_SECONDS)
+    place = f"{host}:{port}"
+    timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
     try:
         deadline = time.monotonic() + timeout_seconds
         if is_host:
@@ -101,14 +171,9 @@ def open_process_group(
             patience_seconds=patience_seconds,
             is_host=is_host,
         )
-        dist.init_process_group(
-            "gloo" if gpu is None else "cpu:gloo,cuda:nccl",
-            store=PrefixStore(f"shardwise/attempt-{attempt}", store),
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-            device_id=gpu,
-        )
+        own_store = PrefixStore(f"shardwise/attempt-{attempt}", store)
+        device, why = _agreed_device(own_store, rank, size, env)
+        return _open_groups(own_store, rank, size, timeout, Opened(device, why))
     except FaultError:
         raise  # it says all there is to say
     except (RuntimeError, OSError) as error:
@@ -116,6 +181,46 @@ def open_process_group(
             f"Rank {rank} of {size} could not meet the others at {place}: {error}. Is the address right, "
             f"is the port free on rank 0's machine, and have all {size} ranks been started?"
         ) from error
+
+
+def _open_groups(store: Store, rank: int, size: int, timeout: datetime.timedelta, opened: Opened) -> Opened:
+    """Torch's own group, and gloo's connections.
+
+    The backend of a device connects at once, and those sockets are its own: gloo then has a group beside it, so that
+    what is found to be opened is gloo's.
+    """
+    device = opened.device.device
+    settings: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
+    if device.type == "cpu":
+        with opened_inside() as opened.sockets:
+            dist.init_process_group("gloo", **settings)
+        opened.gloo = world_group()
+        return opened
+    if device.type == "cuda":
+        leave_errors_to_the_watch()
+    dist.init_process_group(f"cpu:gloo,{device.type}:{backend_of(device.type)}", device_id=device, **settings)
+    open_beside(opened)
+    return opened
+
+
+def open_beside(opened: Opened) -> None:
+    """A gloo group beside the process group that is there: one of our own, which a fault may break."""
+    with opened_inside() as opened.sockets:
+        opened.gloo = opened.beside = dist.new_group(backend="gloo")
+
+
+def world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise CommError("The process group was destroyed while a World was made from it.")
+    return group
+
+
+def _agreed_device(store: Store, rank: int, size: int, env: Mapping[str, str]) -> tuple[RankDevice, str]:
+    """This rank's device, if all ranks have one each, else the CPU, and why if that is no matter of course."""
+    device = device_of(env)
+    why = agree_on_devices(store, rank, size, device.identity)
+    return (RankDevice.cpu(), why if TorchAccelerator.found() is not None else "") if why else (device, "")
 
 
 def _listen(port: int) -> socket.socket:

@@ -47,11 +47,12 @@ _TAGS = 2**31 - 1  # gloo's are not negative, and have 32 bits
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
-_COLLECTIVES = tuple(f"comm/{name}.py" for name in ("pairwise", "nccl", "small", "shm/collectives", "shm/commons"))
+_COLLECTIVES = tuple(
+    f"comm/{name}.py" for name in ("pairwise", "device_collectives", "small", "shm/collectives", "shm/commons")
+)
 _CLOSED = "closed"
 _EXCHANGE = "World.exchange"  # which many call, for different ends
 _LOOKING = threading.Lock()
-_LineKey = tuple[str, int, int, int]
 # One is made for every collective: number, tag, action, what it is called without one, length, backwards, marks.
 _Record = tuple[int, int, Action | None, str, int, int, tuple[str, ...]]
 
@@ -59,18 +60,15 @@ _Record = tuple[int, int, Action | None, str, int, int, tuple[str, ...]]
 class Line:
     """What this rank has entered along one line of ranks."""
 
-    __slots__ = ("axis", "count", "num_marks", "ranks", "recent", "tag")
+    __slots__ = ("axis", "count", "name", "num_marks", "ranks", "recent", "tag")
 
-    def __init__(self, axis: str, ranks: tuple[int, ...]) -> None:
-        self.axis = axis
-        self.ranks = ranks
+    def __init__(self, group: Group) -> None:
+        self.axis = group.axis
+        self.ranks = group.ranks
+        self.name = group.name
         self.count = self.num_marks = 0
-        self.tag = zlib.crc32(f"{axis} {ranks}".encode()) & _TAGS
+        self.tag = zlib.crc32(group.name.encode()) & _TAGS
         self.recent: deque[_Record] = deque(maxlen=NUM_REMEMBERED)
-
-    @property
-    def name(self) -> str:
-        return f"{self.axis} {self.ranks[0]}-{self.ranks[-1]}/{len(self.ranks)}"
 
 
 class Entry(NamedTuple):
@@ -90,8 +88,6 @@ class Journal:
         """Where the program has come to."""
         self.action: Action | None = None
         """What it is doing there; `None` between two moments."""
-        self.subject = ""
-        """What the next collective is about: the name of a flat buffer. Used up by it."""
         self.num_backwards = 0
         """Backwards since the last optimizer step. Part of the tag: where gradients wait at home until the step, a
         backward left out would go unnoticed otherwise."""
@@ -105,7 +101,8 @@ class Journal:
         self.explain: Callable[[LinkError], CommError] | None = None
         """Finds out why a link broke; blocks while it asks the other ranks."""
         self._thread_id = threading.get_ident()
-        self._lines: dict[_LineKey, Line] = {}
+        self._lines: dict[str, Line] = {}
+        """By the name of the group, which tells its ranks."""
         self._codes: dict[tuple[str, str, torch.dtype], int] = {}
         self._trace: list[Moment] = []
         self._num_passes = 0
@@ -114,23 +111,19 @@ class Journal:
 
     # -- what the computing thread calls ----------------------------------------------------------------
 
-    def enter(self, verb: str, group: Group, numel: int, dtype: torch.dtype) -> Entry:
+    def enter(self, verb: str, group: Group, numel: int, dtype: torch.dtype, subject: str) -> Entry:
         """Note that this rank starts a collective, and give it its tag.
 
+        `subject` says what it is about, such as the name of a flat buffer: the same on all ranks.
         Raises `FaultError` after a fault, and `StateError` once this rank's world is closed.
         """
         if self.letter is not None:
             raise self._refusal(self.letter)
-        ranks = group.ranks
-        key = (group.axis, ranks[0], ranks[-1], len(ranks))
-        line = self._lines.get(key)
+        line = self._lines.get(group.name)
         if line is None:
-            line = self._lines[key] = Line(group.axis, ranks)
-        subject, action = self.subject, self.action
-        self.subject = call = ""
-        if action is None:
-            caller, call = _calls()
-            subject = subject or caller
+            line = self._lines[group.name] = Line(group)
+        action = self.action
+        call = _call() if action is None else ""
         code = self._codes.get((verb, subject, dtype))
         if code is None:
             code = self._codes[verb, subject, dtype] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
@@ -140,6 +133,15 @@ class Journal:
         line.recent.append((number, tag, action, call, numel, self.num_backwards, marks))
         line.tag, line.count = tag, number
         return Entry(line, number, tag)
+
+    def check(self) -> None:
+        """Raise what `enter` would. For whoever is about to use what has come from a device.
+
+        [Note: garbage after a fault] A device that waits for another rank is woken by an abort, and what it brings then
+        is undefined. The letter is there before anything is aborted, so it is enough to ask after the host has read.
+        """
+        if self.letter is not None:
+            raise self._refusal(self.letter)
 
     def mark(self, what: str) -> None:
         """Put `what` (a few words, as they stand in errors) into this rank's history. Nothing is sent.
@@ -163,11 +165,6 @@ class Journal:
         """Nothing more may be sent: whoever tries is refused. After a fault it stays the reason."""
         if self.letter is None:
             self.letter = Letter(_CLOSED, (self.rank,), "")
-
-    def require_sound(self) -> None:
-        """Raise what went wrong, if anything has: what collectives left since then may be garbage. Asks no device."""
-        if self.letter is not None:
-            raise self._refusal(self.letter)
 
     def _refusal(self, letter: Letter) -> FaultError | StateError:
         if letter.kind != _CLOSED:
@@ -197,7 +194,7 @@ class Journal:
         return self.device_wait()
 
     def ranks_of(self, line: str) -> tuple[int, ...]:
-        return next(found.ranks for found in tuple(self._lines.values()) if found.name == line)
+        return self._lines[line].ranks
 
     def progress(self) -> tuple[object, ...]:
         """Changes whenever this rank has done something."""
@@ -279,17 +276,14 @@ def _track(line: Line) -> Track:
     )
 
 
-def _calls() -> tuple[str, str]:
-    """For a collective outside any program: the function that entered it, and the one the user called (`save()`)."""
+def _call() -> str:
+    """For a collective outside any program: the function that the user called, `"save()"`. For people only."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_filename.endswith(_COLLECTIVES) or frame.f_code.co_qualname == _EXCHANGE
     ):
         frame = frame.f_back
-    is_ours = frame is not None and frame.f_code.co_filename.startswith(_PACKAGE)
-    inner = frame.f_code.co_name if frame is not None and is_ours else "exchange"
-    outer, _ = _outwards(frame)
-    return inner, outer or "exchange()"
+    return _outwards(frame)[0] or "exchange()"
 
 
 def _outwards(frame: FrameType | None) -> tuple[str, FrameType | None]:

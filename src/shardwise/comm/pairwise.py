@@ -7,7 +7,7 @@ message, so a rank sends what a ring would, in one round instead of one per rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -35,6 +35,10 @@ class Transport(Protocol):
 
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Work: ...
 
+    def lost_ranks(self) -> Collection[int]:
+        """Ranks whose link is closed at the other end, as far as that shows without sending. From any thread."""
+        ...
+
     def cut(self) -> None:
         """End every wait of this rank, now and from now on. From any thread."""
         ...
@@ -43,29 +47,30 @@ class Transport(Protocol):
 
 
 class Pairwise:
-    """`Collectives` over any `Transport`."""
+    """A `Communicator` over any `Transport`."""
 
     is_buffer_scarce = False
+    is_host = True
 
     def __init__(self, transport: Transport, journal: Journal) -> None:
         self.ledger = Ledger()
         self.journal = journal
         self._transport = transport
 
-    def all_gather(self, full: Tensor, group: Group) -> Work:
+    def all_gather(self, full: Tensor, group: Group, subject: str) -> Work:
         self.ledger.called("gather", group.axis)
-        return self._gather("gather", full, group)
+        return self._gather("gather", full, group, subject)
 
-    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
+    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
         self.ledger.called("reduce_scatter", group.axis)
-        entry = self.journal.enter("reduce_scatter", group, source.numel(), wire)
+        entry = self.journal.enter("reduce_scatter", group, source.numel(), wire, subject)
         return Awaited(self.journal, entry, self._scatter_sums("reduce_scatter", out, source, group, wire, entry))
 
-    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
+    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
         self.ledger.called("all_reduce", group.axis)
         chunks = out.chunk(len(group.ranks))
         own = chunks[group.index]
-        entry = self.journal.enter("all_reduce", group, source.numel(), wire)
+        entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
         partly = self._scatter_sums("all_reduce", own, source, group, wire, entry)
         tag = entry.tag ^ 1
 
@@ -83,18 +88,18 @@ class Pairwise:
 
         return Awaited(self.journal, entry, Pending([partly], give_back))
 
-    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> Work:
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
         self.ledger.called("all_to_all", group.axis)
-        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype)  # each pair has a length of its own
+        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)  # each pair has a length of its own
         tag = entry.tag
         works = [self._receive(arrived[i], rank, tag) for i, rank in group.others if arrived[i].numel()]
         works += [self._send(sent[i], rank, tag) for i, rank in group.others if sent[i].numel()]
         self.ledger.sent("all_to_all", group.axis, sum(sent[i].nbytes for i, _ in group.others))
         return Awaited(self.journal, entry, Pending(works))
 
-    def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:
+    def broadcast(self, tensor: Tensor, root: int, group: Group, subject: str) -> Work:
         self.ledger.called("broadcast", group.axis)
-        entry = self.journal.enter("broadcast", group, tensor.numel(), tensor.dtype)
+        entry = self.journal.enter("broadcast", group, tensor.numel(), tensor.dtype, subject)
         me = group.ranks[group.index]
         works = []
         if me != root:
@@ -104,8 +109,8 @@ class Pairwise:
             works += [self._send(tensor, rank, entry.tag) for rank in group.ranks if rank != root]
         return Awaited(self.journal, entry, Pending(works))
 
-    def exchange(self, message: bytes, group: Group) -> list[bytes]:
-        return exchange(message, group, lambda full: self._gather("exchange", full, group).wait())
+    def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
+        return exchange(message, group, lambda full: self._gather("exchange", full, group, subject).wait())
 
     def prepare(self, mesh: Mesh) -> None:
         """Pairs need no groups."""
@@ -131,8 +136,8 @@ class Pairwise:
     def cut(self) -> None:
         self._transport.cut()
 
-    def _gather(self, verb: str, full: Tensor, group: Group) -> Work:
-        entry = self.journal.enter(verb, group, full.numel(), full.dtype)
+    def _gather(self, verb: str, full: Tensor, group: Group, subject: str) -> Work:
+        entry = self.journal.enter(verb, group, full.numel(), full.dtype, subject)
         chunks = full.chunk(len(group.ranks))
         self._count(verb, group, full.nbytes // len(chunks))
         messages = self._swap(group, [chunks[group.index]] * len(chunks), chunks, entry.tag)

@@ -14,12 +14,12 @@ _SHORT_BYTES = 56
 """Messages up to this length travel together with their lengths."""
 
 
-def sum_small(vector: Tensor, collectives: Collectives, group: Group) -> Tensor:
+def sum_small(vector: Tensor, collectives: Collectives, group: Group, subject: str) -> Tensor:
     """The sum of the ranks' `vector`, bit for bit the same on all of them; blocks. All ranks of the group call."""
     num_ranks = len(group.ranks)
     padded = vector.new_zeros(-(-vector.numel() // num_ranks) * num_ranks)
     padded[: vector.numel()] = vector
-    collectives.all_reduce(padded, padded, group, padded.dtype).wait()
+    collectives.all_reduce(padded, padded, group, padded.dtype, subject).wait()
     return padded[: vector.numel()]
 
 

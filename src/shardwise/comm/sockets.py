@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 import psutil
 
 _Ports = tuple[int, int]
+_CLOSED = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
 class Sockets:
@@ -25,12 +27,23 @@ class Sockets:
 
     def __init__(self) -> None:
         self.ports: dict[int, _Ports] = {}
+        self._ranks: dict[int, int] = {}
+        """At the other end, by descriptor."""
 
     def keep_mirrored(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
         """Drop what does not lead to another rank. All ranks call; `exchange` gives everybody's message, by rank."""
         told = [json.loads(message) for message in exchange(json.dumps(list(self.ports.values())).encode())]
-        mirrored = {(there, here) for other, ports in enumerate(told) if other != rank for here, there in ports}
+        mirrored = {(there, here): other for other, ports in enumerate(told) if other != rank for here, there in ports}
         self.ports = {descriptor: ports for descriptor, ports in self.ports.items() if ports in mirrored}
+        self._ranks = {descriptor: mirrored[ports] for descriptor, ports in self.ports.items()}
+
+    def lost_ranks(self) -> set[int]:
+        """Ranks that have closed their end, or whose process is gone. Nothing is read, and nobody blocks."""
+        poll = select.poll()
+        for descriptor in self._ranks:
+            poll.register(descriptor, _CLOSED)
+        closed = [descriptor for descriptor, event in poll.poll(0) if event & _CLOSED]
+        return {self._ranks[descriptor] for descriptor in closed if _is_still(descriptor, self.ports[descriptor])}
 
     def shut_down(self) -> None:
         """Both ends of each see it closed, whoever is blocked on it. Listening sockets are never among them: shutting
@@ -41,6 +54,19 @@ class Sockets:
                 with contextlib.closing(twin):
                     if (twin.getsockname()[1], twin.getpeername()[1]) == ports:
                         twin.shutdown(socket.SHUT_RDWR)
+
+
+def _is_still(descriptor: int, ports: _Ports) -> bool:
+    """Whether a descriptor whose other end is closed is that connection, and none that was opened since."""
+    try:
+        twin = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        return False
+    with contextlib.closing(twin):
+        try:
+            return bool(twin.getsockname()[1] == ports[0])
+        except OSError:
+            return False
 
 
 @contextmanager

@@ -74,6 +74,10 @@ class ThreadTransport:
     def receive(self, tensor: Tensor, rank: int, tag: int) -> Work:
         return _Expected(self._office, tensor, (rank, self._rank, tag), self._is_cut)
 
+    def lost_ranks(self) -> tuple[int, ...]:
+        """A thread cannot be killed."""
+        return ()
+
     def cut(self) -> None:
         self._is_cut.set()
 

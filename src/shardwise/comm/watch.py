@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from shardwise.comm.board import Board, BoardError
@@ -44,13 +44,15 @@ class Watch:
         *,
         patience_seconds: float,
         timeout_seconds: float,
+        lost_ranks: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """`cut` breaks this rank's links, from any thread."""
+        """`cut` breaks this rank's links, and `lost_ranks` says whose are closed already; from any thread."""
         self.patience_seconds = patience_seconds
         self._journal = journal
         self._size = size
         self._board = board
         self._cut = cut
+        self._lost_ranks = lost_ranks
         self._timeout_seconds = timeout_seconds
         self._owner = threading.current_thread()
         self._pid = os.getpid()
@@ -177,12 +179,24 @@ class Watch:
             return finding if is_settled or mine.seconds > 4 * self._period_seconds else None
         if isinstance(finding, Circle):
             return self._confirmed(finding)
+        if isinstance(finding, Lateness) and self._is_lost(finding.rank):
+            why = f"its connection to rank {mine.rank} is closed."
+            return disappearance(finding.rank, finding.status, why, mine)
         if mine.seconds > self._timeout_seconds:
             silent = self._silent_seconds(finding.rank) if finding is not None else 0.0
             return overdue(finding, mine, silent, self._timeout_seconds)
         if isinstance(finding, Lateness) and mine.seconds > self._warn_after_seconds:
             self._warn(finding)
         return None
+
+    def _is_lost(self, rank: int) -> bool:
+        """Whether a rank that keeps this one waiting is gone.
+
+        [Note: a death that nobody touches] A rank that waits for a device blocks on no socket, so none breaks under it,
+        and kernels wait for ever. But the system closes the connections of a process that ends, which shows from here.
+        One that ends in order says so before: what it said has to be older than the time that such a word takes.
+        """
+        return self._silent_seconds(rank) > 2 * _LOST_AFTER_SECONDS and rank in self._lost_ranks()
 
     def _confirmed(self, circle: Circle) -> Letter | None:
         """Reports are not all of one time. A circle found twice, whose ranks have all reported in between, is one."""

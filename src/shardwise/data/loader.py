@@ -11,8 +11,6 @@ from itertools import count, islice
 from threading import Event
 from typing import Any, Protocol
 
-import torch
-
 from shardwise.data.indexed import IndexedFeed
 from shardwise.data.prefetch import Task, run_ahead
 from shardwise.data.processes import Crew
@@ -21,7 +19,8 @@ from shardwise.data.sampling import Draw
 from shardwise.data.settings import Samples, Workers, refuse_unknown
 from shardwise.data.sources import Catalogue, as_stream
 from shardwise.data.streaming import StreamFeed
-from shardwise.data.transfer import moved, pinned
+from shardwise.data.transfer import Transfer
+from shardwise.devices import TorchAccelerator
 from shardwise.errors import ConfigError, StateError
 
 _SAMPLES = Samples()
@@ -75,6 +74,9 @@ class Loader:
         self.rank, self.size = _ranks(world)
         self.batch_rows, self.accumulate, self.steps = batch_rows, accumulate, steps
         self.workers = Workers(workers) if isinstance(workers, int) else workers
+        device = self.workers.device
+        self._transfer = Transfer.to(device) if device is not None else None
+        self._pinning = _pinning(self._transfer, self.workers.pin)
         recipe = Recipe(self.rank, self.size, batch_rows, accumulate, seed, samples.transform, samples.collate)
         self._feed, self._rows_per_epoch, identity = _feed(source, recipe, samples)
         self._identity: dict[str, Any] = {"seed": seed, "batch_rows": batch_rows, "tail": samples.tail, **identity}
@@ -224,9 +226,8 @@ class Loader:
             num_threads = min(1, self.workers.number)
         if self.steps is not None:
             tasks = islice(tasks, self.steps - self.step)
-        if self.workers.pins:
-            device = self.workers.target or torch.device("cuda")
-            tasks = (partial(_made_and_pinned, task, device) for task in tasks)
+        if self._pinning is not None:
+            tasks = (partial(_made_and_pinned, task, self._pinning) for task in tasks)
         return run_ahead(tasks, num_threads, self.workers.num_ahead)
 
     def _manned(self) -> Crew:
@@ -243,8 +244,7 @@ class Loader:
         self._ahead = self._held = None
 
     def _moved(self, batch: Any) -> Any:
-        device = self.workers.target
-        return moved(batch, device) if device is not None else batch
+        return self._transfer.moved(batch) if self._transfer is not None else batch
 
     def _end(self) -> int | None:
         """The step to stop before, if it is known: `steps`, or the first one of the next epoch."""
@@ -280,6 +280,19 @@ def _ranks(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
     return rank, size
 
 
-def _made_and_pinned(task: Task[Made], device: torch.device, stop: Event) -> Made:
+def _pinning(transfer: Transfer | None, pin: bool | None) -> Transfer | None:
+    """Where to batches are pinned, if they are."""
+    is_wanted = pin if pin is not None else transfer is not None and transfer.leads_off_the_host
+    if not is_wanted:
+        return None
+    if transfer is not None and transfer.has_accelerator:
+        return transfer
+    accelerator = TorchAccelerator.found()
+    if accelerator is None:
+        raise ConfigError("Pinning is for a GPU, and torch finds none here. Leave out pin=.")
+    return Transfer.to(accelerator.kind)
+
+
+def _made_and_pinned(task: Task[Made], transfer: Transfer, stop: Event) -> Made:
     made = task(stop)
-    return replace(made, batches=tuple(pinned(batch, device) for batch in made.batches))
+    return replace(made, batches=tuple(transfer.pinned(batch) for batch in made.batches))

@@ -10,6 +10,7 @@ from torch.utils.data import default_collate
 
 from shardwise.data.recipe import Collate, Transform
 from shardwise.data.sampling import Tail
+from shardwise.devices import RankDevice
 from shardwise.errors import ConfigError
 
 
@@ -47,7 +48,7 @@ class Workers:
     number: int = 1
     processes: bool = False
     prefetch: int | None = None
-    device: torch.device | str | None = None
+    device: torch.device | str | RankDevice | None = None
     pin: bool | None = None
 
     def __post_init__(self) -> None:
@@ -58,23 +59,11 @@ class Workers:
             )
         if self.processes and self.number < 1:
             raise ConfigError("processes=True with 0 workers: give the number of processes, such as Workers(2, True).")
-        if self.pins and not torch.cuda.is_available():
-            raise ConfigError("Pinning is for a GPU, and torch finds none here. Leave out pin=, or give device='cpu'.")
 
     @property
     def num_ahead(self) -> int:
         """Steps that are ready or being made, at most."""
         return self.number + 1 if self.prefetch is None else self.prefetch
-
-    @property
-    def target(self) -> torch.device | None:
-        """Where batches are to be, if anywhere else than where they are made."""
-        return None if self.device is None else torch.device(self.device)
-
-    @property
-    def pins(self) -> bool:
-        target = self.target
-        return (target is not None and target.type == "cuda") if self.pin is None else self.pin
 
 
 MOVED = {

@@ -10,20 +10,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.devices import WITHOUT_STREAMS, RankDevice, Stream, TorchAccelerator
 
-def pinned(batch: Any, device: torch.device) -> Any:
-    """The batch in page-locked memory, from which a GPU copies while the host goes on.
 
-    The thread that pins says which GPU it means: without that, the threads of all ranks open a context on the
-    first one.
+class Transfer:
+    """From the host to one device.
+
+    [Note: batches beside the computation] What is pinned is copied under a stream of its own: under the one that
+    computes, the copy would only begin when all that was queued before it has been done. The one that computes waits
+    for it, and the allocator is told that it will read what lies in memory of the other's.
     """
-    with torch.cuda.device(device):
-        return on_tensors(batch, Tensor.pin_memory)
 
+    def __init__(self, device: RankDevice) -> None:
+        self._device = device
+        self._stream: Stream | None = None
 
-def moved(batch: Any, device: torch.device) -> Any:
-    """The batch on `device`. What is pinned is copied in the order of the current stream, the host goes on."""
-    return on_tensors(batch, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
+    @classmethod
+    def to(cls, device: torch.device | str | RankDevice) -> Transfer:
+        """A device without a number is the current one of this thread, which a world has made the rank's own."""
+        if isinstance(device, RankDevice):
+            return cls(device)
+        wanted, accelerator = torch.device(device), TorchAccelerator.found()
+        if accelerator is None or wanted.type != accelerator.kind:
+            return cls(RankDevice(wanted))
+        index: int | None = wanted.index
+        return cls(RankDevice.of(accelerator, accelerator.current_index() if index is None else index))
+
+    @property
+    def leads_off_the_host(self) -> bool:
+        """Whether pinning is of use."""
+        return self.has_accelerator or self._device.device.type not in WITHOUT_STREAMS
+
+    @property
+    def has_accelerator(self) -> bool:
+        """Whether the device is there."""
+        return self._device.accelerator is not None
+
+    def pinned(self, batch: Any) -> Any:
+        """The batch in page-locked memory, from which a device copies while the host goes on. From any thread."""
+        with self._device.here():
+            return on_tensors(batch, Tensor.pin_memory)
+
+    def moved(self, batch: Any) -> Any:
+        """The batch on the device, for the current stream to read. Of what is pinned the host does not wait."""
+        accelerator = self._device.accelerator
+        if accelerator is None:
+            return on_tensors(batch, self._copied)
+        with self._device.here():
+            if self._stream is None:
+                self._stream = accelerator.new_stream()
+            reader = accelerator.current_stream()
+            with accelerator.on(self._stream):
+                there = on_tensors(batch, self._copied)
+            reader.wait_stream(self._stream)
+            on_tensors(there, lambda tensor: accelerator.keep_for(tensor, reader))
+        return there
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device.device, non_blocking=tensor.is_pinned())
 
 
 def on_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -50,7 +50,7 @@ def save_pretrained(
             refusal = str(error)
     for _ in whole:
         pass
-    said = world.exchange(refusal.encode())[0].decode()
+    said = world.exchange(refusal.encode(), "save_pretrained")[0].decode()
     if said:
         raise CheckpointError(said)
 

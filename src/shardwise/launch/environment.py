@@ -68,7 +68,7 @@ def rank_environment(
     defaults = {
         "OMP_NUM_THREADS": str(default_threads(nproc)),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # see [Note: aborts] in comm/nccl.py
         **(MALLOC_SETTINGS if on_cpu else {}),
     }
     unset = {name: value for name, value in defaults.items() if name not in inherited}

@@ -90,12 +90,22 @@ class Mesh:
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks on the line along `axis` through `rank`, in the order of that axis."""
-        here = self.coordinate(rank)
-        return tuple(self.rank({**here, axis: place}) for place in range(self.size(axis)))
+        size, stride = self.size(axis), self.stride(axis)
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + size * stride, stride))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Every line along `axis`, in rank order: what all ranks must create together."""
-        return sorted({self.group(rank, axis) for rank in range(self.world_size)})
+        """Every line along `axis`, in the order of their first ranks: what all ranks must create together."""
+        size, stride = self.size(axis), self.stride(axis)
+        return [
+            tuple(range(first, first + size * stride, stride))
+            for block in range(0, self.world_size, size * stride)
+            for first in range(block, block + stride)
+        ]
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours on `axis` are. Size and stride together say which ranks are on which line."""
+        return math.prod(self.sizes[self._index(axis) + 1 :])
 
     def among(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` only, itself included, in rank order."""

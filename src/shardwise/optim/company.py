@@ -44,6 +44,7 @@ class Company:
         self._norms: Tensor | None = None
         self._rows: tuple[Tensor, Tensor] | None = None
         """Of the optimizer's parameters, see `_rows_of`."""
+        self._groups: dict[str, Group] = {}
         self._calls: tuple[Make, WorkOut, Apply] | None = None
         self._on_the_way: dict[str, _Passage] = {}
 
@@ -90,8 +91,11 @@ class Company:
     def add_norms(self, action: Action) -> None:
         """`agree * norms`: sum them over one axis."""
         assert self._norms is not None
-        group = Group(action.over, self._mesh.group(self._rank, action.over), self._place_on(action.over))
-        self._norms = sum_small(self._norms, self._collectives, group)
+        group = self._groups.get(action.over)
+        if group is None:
+            ranks = self._mesh.group(self._rank, action.over)
+            group = self._groups[action.over] = Group(action.over, ranks, self._place_on(action.over))
+        self._norms = sum_small(self._norms, self._collectives, group, "norms")
 
     def hand_over(self, action: Action) -> None:
         """`collect`, `orthogonalize`, `hand_back` and the waits between, of one flat buffer."""
@@ -185,7 +189,7 @@ class _Passage:
             for matrix, part in self._parts(message, self._for(place), self._group.index):
                 part.copy_(self._made(matrix))
         self._open_staging()
-        self._arriving = self._collectives.all_to_all(self._staging, self._given, self._group)
+        self._arriving = self._collectives.all_to_all(self._staging, self._given, self._group, self._flat.name)
 
     def wait(self) -> None:
         """The first of two: the pieces have come; the second: the results have."""
@@ -234,7 +238,7 @@ class _Passage:
         for tensor in self._whole.values():
             self._flat.meter.drop("working", tensor.nbytes)
         self._whole.clear()
-        self._arriving = self._collectives.all_to_all(self._given, self._staging, self._group)
+        self._arriving = self._collectives.all_to_all(self._given, self._staging, self._group, self._flat.name)
 
     # -- what they have in common -----------------------------------------------------------------------
 

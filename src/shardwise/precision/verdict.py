@@ -96,7 +96,7 @@ class Verdict:
         """Add up what the ranks along `axis` say. All of them call, once per axis and step."""
         if self._vector is None:
             self._vector = self._own()
-        self._vector = sum_small(self._vector, self._collectives, self._groups[axis])
+        self._vector = sum_small(self._vector, self._collectives, self._groups[axis], "verdict")
 
     def pronounce(self) -> Norm:
         """Settle which parameters were touched anywhere and return the global 2-norm of the gradients."""
@@ -104,12 +104,14 @@ class Verdict:
         self._vector = None
         if self._exchange is None:
             squared, told, *touched = vector.tolist()
+            self._collectives.journal.check()  # see [Note: garbage after a fault]
             self._settle(told, [count > 0 for count in touched])
             return root(squared)
         flags = self._agree(self._exchange)
         if not flags & _READS:
             return LateFloat(vector[0])
         squared, told = vector[:2].tolist()
+        self._collectives.journal.check()
         self.is_news |= told >= _NEWS
         return root(squared)
 

@@ -63,7 +63,7 @@ class BufferSync:
 
     def learn(self) -> int:
         """Settle which buffers are kept the same; returns the bytes that a step sends for it. All ranks call."""
-        said = [json.loads(one) for one in self._data_group.exchange(json.dumps(self._changes()).encode())]
+        said = [json.loads(one) for one in self._data_group.exchange(json.dumps(self._changes()).encode(), "buffers")]
         changed = {name for one in said for name in one["changed"]} | self._shared.keys()
         of_first = said[0]["layouts"]
         for name in sorted(changed & of_first.keys()):
@@ -93,7 +93,7 @@ class BufferSync:
             by_kind.setdefault((buffer.dtype, buffer.device), []).append((name, buffer))
         for named in by_kind.values():
             together = torch.cat([buffer.detach().reshape(-1) for _, buffer in named])
-            self._data_group.broadcast(together)
+            self._data_group.broadcast(together, "buffers")
             if self._data_group.is_first:
                 continue
             start = 0

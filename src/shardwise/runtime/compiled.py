@@ -25,14 +25,26 @@ from torch import nn
 from shardwise.errors import ConfigError, nearest
 from shardwise.storage import Unit
 
+_RECORDS_ADDRESSES = "cudagraphs"
 
-def check_backend(backend: str | None) -> None:
-    """Raise `ConfigError` for a backend that torch.compile does not know; none at all is fine. Changes nothing."""
+
+def check_backend(backend: str | None, *, stays_whole: bool = True) -> None:
+    """Raise `ConfigError` for a backend that torch.compile does not know; none at all is fine. Changes nothing.
+
+    `stays_whole`: no parameter is freed between steps. A recorded graph of CUDA reads memory by the addresses that it
+    had when it was recorded, and what is gathered anew lies elsewhere.
+    """
     if backend is None:
         return
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise ConfigError(f"compile is {backend!r}, which torch.compile does not know. {nearest(backend, known)}")
+    if backend == _RECORDS_ADDRESSES and not stays_whole:
+        raise ConfigError(
+            f"compile is {backend!r}, whose graphs read parameters where they lay when it recorded them, and this plan "
+            f"gathers them anew for each use. Take compile='inductor', or a preset that keeps parameters whole: ddp, "
+            f"zero1, zero2."
+        )
 
 
 class CompiledUnits:

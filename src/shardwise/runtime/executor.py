@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from shardwise.comm import Collectives, Group, Journal
+from shardwise.comm import Communicator, Group, Journal
 from shardwise.errors import ProgramError
 from shardwise.program import Action, Block, Buffer, Moment, Program
 from shardwise.runtime.agree import Agreement
@@ -66,7 +66,7 @@ class BoundBlock:
 class Executor:
     """Turns actions into calls on the flat buffers of one rank."""
 
-    def __init__(self, flats: Sequence[Flat], collectives: Collectives, groups: Mapping[str, Group]) -> None:
+    def __init__(self, flats: Sequence[Flat], collectives: Communicator, groups: Mapping[str, Group]) -> None:
         self.timeline = Timeline()
         self.agreement = Agreement(collectives, groups)
         self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}

@@ -82,7 +82,7 @@ class Inference:
 
     def _say(self, message: bytes) -> list[bytes]:
         """What every rank says, wherever it has come to: one and the same call in the eyes of the watch."""
-        return self._world.exchange(message)
+        return self._world.exchange(message, "inference")
 
     def _round(self, wish: bytes) -> None:
         said = self._say(wish)

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from shardwise.comm import Collectives, Group, Work
+from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError, ProgramError
 from shardwise.placement import Axes, Span
 from shardwise.program import Action, adds_in_place, reduce_due, step_gradients
@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 class Mover:
     """What is on its way for one flat buffer on this rank."""
 
-    def __init__(self, flat: Flat, collectives: Collectives, groups: Mapping[str, Group]) -> None:
+    def __init__(self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group]) -> None:
         self.flat = flat
         self._collectives = collectives
         self._groups = groups
@@ -109,8 +109,7 @@ class Mover:
         if self.flat.common is not None:  # it is there already
             self._count_read(gathered, group)
             return
-        self._journal.subject = self._name
-        self._arriving = self._collectives.all_gather(gathered, group)
+        self._arriving = self._collectives.all_gather(gathered, group, self._name)
 
     def _count_read(self, gathered: Tensor, group: Group) -> None:
         """What the others read of this rank's, as if it had been sent: ranks that differ are told of it as then."""
@@ -136,10 +135,8 @@ class Mover:
             self._spread = table.optim.shard
         self._spread = tuple(other for other in self._spread if other != action.over)
         span = self.flat.spec.layout.span(self._spread, self._coordinate).within(self.flat.param_span)
-        self._journal.subject = self._name
-        self._arriving = self._collectives.all_gather(
-            self.flat.param[span.start : span.stop], self._groups[action.over]
-        )
+        resting = self.flat.param[span.start : span.stop]
+        self._arriving = self._collectives.all_gather(resting, self._groups[action.over], self._name)
         if set(self._spread) == set(table.param.shard):
             self._spread = ()
 
@@ -162,8 +159,7 @@ class Mover:
             out = source[group.index * numel : (group.index + 1) * numel]
         else:
             out = flat.grads.sum_memory(numel, dtype)
-        self._journal.subject = self._name
-        work = self._collectives.reduce_scatter(out, source, group, self._wire)
+        work = self._collectives.reduce_scatter(out, source, group, self._wire, self._name)
         reduction.start(out, work, self._staging_bytes(action, source, group))
 
     def all_reduce_grad(self, action: Action) -> None:
@@ -176,8 +172,7 @@ class Mover:
             out = source
         else:
             out = self.flat.grads.sum_memory(source.numel(), dtype)
-        self._journal.subject = self._name
-        work = self._collectives.all_reduce(out, source, group, self._wire)
+        work = self._collectives.all_reduce(out, source, group, self._wire, self._name)
         reduction.start(out, work, self._staging_bytes(action, source, group))
 
     def cast_grad(self, action: Action) -> None:

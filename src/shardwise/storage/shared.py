@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from shardwise.comm import Collectives, Commons, Group, Part
+from shardwise.comm import Buffers, Commons, Group, Part
 from shardwise.mesh import Mesh
 from shardwise.placement import Axes
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import Flat
 
 
-def share(flats: Iterable[Flat], collectives: Collectives, mesh: Mesh, rank: int) -> list[Commons]:
+def share(flats: Iterable[Flat], collectives: Buffers, mesh: Mesh, rank: int) -> list[Commons]:
     """Let parameters rest in common memory wherever the collectives have it. All ranks call, before first values.
 
     The commons come open: `close` them when the values are there.

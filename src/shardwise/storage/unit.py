@@ -113,9 +113,11 @@ def make_unit(
     meter: ByteMeter,
     device: torch.device,
     updates: Mapping[nn.Parameter, Update] | None = None,
+    *,
+    on_host: bool = True,
 ) -> Unit:
-    """A unit whose flat buffers are still empty; the package `birth` fills them."""
-    spec = unit_spec(choice, rows, mesh, updates, on_cpu=device.type == "cpu")
+    """A unit whose flat buffers are still empty; the package `birth` fills them. `on_host`: as collectives say."""
+    spec = unit_spec(choice, rows, mesh, updates, on_cpu=on_host)
     flats = []
     for flat_spec, named in zip(spec.flats, _shelves(choice, rows).values(), strict=True):
         slots = pack((name, tuple(param.shape)) for name, param in named)

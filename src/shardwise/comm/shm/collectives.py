@@ -23,12 +23,13 @@ from shardwise.telemetry import Ledger
 
 
 class Shared:
-    """`Collectives` between neighbours; groups that reach beyond this host go by `pairs`.
+    """A `Communicator` between neighbours; groups that reach beyond this host go by `pairs`.
 
     What a rank gives is laid out in a block that the others read: what came from `buffer` is there already, anything
     else is copied once. What it takes it copies, or adds up, straight from theirs.
     """
 
+    is_host = True
     is_buffer_scarce = True  # pages of a file are slow to make, so few are used over and over
 
     def __init__(self, neighbours: Neighbours, pairs: Pairwise) -> None:
@@ -37,37 +38,37 @@ class Shared:
         self.journal: Journal = pairs.journal
         self.ledger: Ledger = pairs.ledger
 
-    def all_gather(self, full: Tensor, group: Group) -> Work:
+    def all_gather(self, full: Tensor, group: Group, subject: str) -> Work:
         if not self._is_near(group):
-            return self._pairs.all_gather(full, group)
+            return self._pairs.all_gather(full, group, subject)
         self.ledger.called("gather", group.axis)
-        return self._gather("gather", full, group)
+        return self._gather("gather", full, group, subject)
 
-    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
+    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
         if not self._is_near(group):
-            return self._pairs.reduce_scatter(out, source, group, wire)
+            return self._pairs.reduce_scatter(out, source, group, wire, subject)
         self.ledger.called("reduce_scatter", group.axis)
-        entry = self.journal.enter("reduce_scatter", group, source.numel(), wire)
+        entry = self.journal.enter("reduce_scatter", group, source.numel(), wire, subject)
         if not source.numel():
             return Done()
         self._offer_summands("reduce_scatter", source, group, wire, entry.tag)
         return self._work(entry, lambda: self._add_up(out, source, group, wire, entry.tag))
 
-    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype) -> Work:
+    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
         if not self._is_near(group):
-            return self._pairs.all_reduce(out, source, group, wire)
+            return self._pairs.all_reduce(out, source, group, wire, subject)
         self.ledger.called("all_reduce", group.axis)
-        entry = self.journal.enter("all_reduce", group, source.numel(), wire)
+        entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
         if not source.numel():
             return Done()
         self._offer_summands("all_reduce", source, group, wire, entry.tag)
         return self._work(entry, lambda: self._sum_everywhere(out, source, group, wire, entry.tag))
 
-    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> Work:
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
         if not self._is_near(group):
-            return self._pairs.all_to_all(arrived, sent, group)
+            return self._pairs.all_to_all(arrived, sent, group, subject)
         self.ledger.called("all_to_all", group.axis)
-        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype)  # each pair has a length of its own
+        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)  # each pair has a length of its own
         for place, rank in group.others:
             if sent[place].numel():
                 self._count("all_to_all", group, sent[place].nbytes)
@@ -80,11 +81,11 @@ class Shared:
 
         return self._work(entry, fetch)
 
-    def broadcast(self, tensor: Tensor, root: int, group: Group) -> Work:
+    def broadcast(self, tensor: Tensor, root: int, group: Group, subject: str) -> Work:
         if not self._is_near(group):
-            return self._pairs.broadcast(tensor, root, group)
+            return self._pairs.broadcast(tensor, root, group, subject)
         self.ledger.called("broadcast", group.axis)
-        entry = self.journal.enter("broadcast", group, tensor.numel(), tensor.dtype)
+        entry = self.journal.enter("broadcast", group, tensor.numel(), tensor.dtype, subject)
         if not tensor.numel():
             return Done()
         if group.ranks[group.index] != root:
@@ -95,10 +96,10 @@ class Shared:
             self._neighbours.offer(self._copied(tensor), entry.tag, readers)
         return Done()
 
-    def exchange(self, message: bytes, group: Group) -> list[bytes]:
+    def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         if not self._is_near(group):
-            return self._pairs.exchange(message, group)
-        return exchange(message, group, lambda full: self._gather("exchange", full, group).wait())
+            return self._pairs.exchange(message, group, subject)
+        return exchange(message, group, lambda full: self._gather("exchange", full, group, subject).wait())
 
     def prepare(self, mesh: Mesh) -> None:
         """Neighbours have met."""
@@ -139,8 +140,8 @@ class Shared:
     def _count(self, verb: str, group: Group, num_bytes: int) -> None:
         self.ledger.sent(verb, group.axis, num_bytes)
 
-    def _gather(self, verb: str, full: Tensor, group: Group) -> Work:
-        entry = self.journal.enter(verb, group, full.numel(), full.dtype)
+    def _gather(self, verb: str, full: Tensor, group: Group, subject: str) -> Work:
+        entry = self.journal.enter(verb, group, full.numel(), full.dtype, subject)
         chunks = full.chunk(len(group.ranks))
         readers = [rank for _, rank in group.others]
         if not readers or not full.numel():
@@ -216,14 +217,14 @@ class Shared:
             except OSError as error:
                 refusal = str(error)
         said = {"pid": os.getpid(), "file": mine.descriptor if mine is not None else -1}
-        first = json.loads(self.exchange(json.dumps(said).encode(), group)[0])
+        first = json.loads(self.exchange(json.dumps(said).encode(), group, "common memory")[0])
         try:
             if first["file"] >= 0:
                 mine = mine or SharedFile.attach(first["pid"], first["file"])
                 made = SharedCommons(group, self._neighbours, self.journal, mine, parts)
         except OSError as error:
             refusal = str(error) or "refused"
-        is_refused = any(self.exchange(refusal.encode(), group))
+        is_refused = any(self.exchange(refusal.encode(), group, "common memory made"))
         if mine is not None:
             mine.close()
         return None if is_refused else made

@@ -74,13 +74,13 @@ class SharedCommons:
 
     def open(self) -> None:
         self._num_opened += 1
-        entry = self._journal.enter("open", self._group, self._num_opened, torch.uint8)
+        entry = self._journal.enter("open", self._group, self._num_opened, torch.uint8, "commons")
         self._say(self._opened, self._num_opened)
         Awaited(self._journal, entry, _All(self, self._opened, self._num_opened)).wait()
 
     def close(self) -> None:
         self._num_closed += 1
-        self._last = self._journal.enter("close", self._group, self._num_closed, torch.uint8)
+        self._last = self._journal.enter("close", self._group, self._num_closed, torch.uint8, "commons")
         self._is_settled = False
         self._say(self._closed, self._num_closed)
 

@@ -1,0 +1,300 @@
+"""Collectives on GPUs and other accelerators, by the process groups that torch has for them.
+
+[Note: streams] A collective starts after everything that the caller's current stream has been given, and `wait` makes
+the current stream, not the host, wait for it. Buffers are allocated and freed under that same stream, so memory that is
+freed on the host while a kernel still reads it is only handed to work queued behind the kernel. That holds as long as
+there is one such stream: memory goes back to the stream that it was taken under, and another one would be given it
+while it is still read. So the stream of the first collective is the only one that is accepted. Gathers and reductions
+have communicators of their own and so run beside each other, on streams of high priority.
+
+[Note: sums on devices] A backend sums in the dtype that travels: in bf16 256 + 1 + 1 + 1 makes 256. Where the result
+is kept in a wider dtype, chunks are exchanged and then summed in that one, as they are on the CPU; the same number of
+bytes travels. It takes memory for one chunk more than the program counts (this rank's own), and of an all-reduce the
+second half begins when the first is waited for.
+
+[Note: lines of a mesh] Torch demands that all ranks make the same groups in the same order, so what was made already
+must not depend on the lines that a rank is on itself: it is remembered by axis, as size and stride, which say all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardwise.comm.collectives import Collectives, Tensor
+from shardwise.comm.commons import Part
+from shardwise.comm.group import Group, line_of
+from shardwise.comm.journal import Awaited, Entry
+from shardwise.comm.process_groups import ProcessGroup, ProcessGroups, TorchWork
+from shardwise.comm.work import LinkError, Pending, Work
+from shardwise.devices import RankDevice, Stream
+from shardwise.errors import StateError
+from shardwise.mesh import Mesh
+from shardwise.telemetry import Ledger
+
+
+class _OneWay(NamedTuple):
+    """The communicators of one line."""
+
+    gathers: ProcessGroup
+    reductions: ProcessGroup
+
+
+class DeviceCollectives:
+    """A `Communicator` over process groups, two for each line of ranks."""
+
+    is_buffer_scarce = False
+    is_host = False
+
+    def __init__(
+        self, groups: ProcessGroups, device: RankDevice, host: Collectives, rank: int, world_size: int
+    ) -> None:
+        """`host` takes messages to the other ranks: what does not lie on the device has no reason to go there."""
+        self.ledger = Ledger()
+        self.journal = host.journal
+        self._host = host
+        self._groups = groups
+        self._device = device
+        self._rank = rank
+        self._world_size = world_size
+        self._marker = _Marker(device)
+        self._lines: dict[str, _OneWay] = {}
+        self._made: set[tuple[int, int]] = set()
+        """Axes whose lines have been made, each by size and stride; see [Note: lines of a mesh]."""
+        self._stream: Stream | None = None
+        self.journal.device_wait = self._marker.awaited
+
+    def prepare(self, mesh: Mesh) -> None:
+        with self._device.here():
+            for axis in mesh.axes:
+                key = mesh.size(axis), mesh.stride(axis)
+                if mesh.size(axis) > 1 and key not in self._made:
+                    self._lines[line_of(mesh.group(self._rank, axis))] = _OneWay(
+                        gathers=self._line(mesh, axis), reductions=self._line(mesh, axis)
+                    )
+                    self._made.add(key)
+
+    def _line(self, mesh: Mesh, axis: str) -> ProcessGroup:
+        """The group of this rank's line along `axis`, while the others make theirs."""
+        lines = mesh.groups(axis)
+        if self._groups.can_split:
+            return self._groups.split(lines, is_urgent=True)
+        made = {ranks: self._groups.new_group(ranks, is_urgent=True) for ranks in lines}
+        return made[mesh.group(self._rank, axis)]
+
+    # -- verbs ------------------------------------------------------------------------------------------
+
+    def all_gather(self, full: Tensor, group: Group, subject: str) -> Work:
+        entry = self._enter("gather", group, full.numel(), full.dtype, subject)
+        numel = full.numel() // len(group.ranks)
+        own = full.narrow(0, group.index * numel, numel)
+        self._count("gather", group, numel, full.dtype)
+        return self._started(entry, group, lambda by: by.all_gather(full, own, self._line_of(group).gathers))
+
+    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
+        entry = self._enter("reduce_scatter", group, source.numel(), wire, subject)
+        self._count("reduce_scatter", group, out.numel(), wire)
+        sent, by_group = source.to(wire), self._line_of(group).reductions
+        if wire.itemsize < out.dtype.itemsize:
+            arrived = torch.empty_like(sent)
+            return self._started(
+                entry,
+                group,
+                lambda by: by.swap_chunks(arrived, sent, by_group),
+                lambda: _sum_chunks(arrived, out, group),
+            )
+        summed = out if out.dtype == wire else torch.empty_like(out, dtype=wire)
+        return self._started(
+            entry, group, lambda by: by.reduce_scatter(summed, sent, by_group), lambda: _land(summed, out)
+        )
+
+    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
+        entry = self._enter("all_reduce", group, source.numel(), wire, subject)
+        numel, by_group = out.numel() // len(group.ranks), self._line_of(group).reductions
+        self._count("all_reduce", group, 2 * numel, wire)
+        summed = source.to(wire)
+        if wire.itemsize < out.dtype.itemsize:
+            arrived = torch.empty_like(summed)
+
+            def gather_sums() -> None:
+                own = arrived.narrow(0, group.index * numel, numel)
+                total = torch.empty_like(own, dtype=out.dtype)
+                _sum_chunks(arrived, total, group)
+                own.copy_(total)  # what travels is rounded, so everybody keeps the rounded sum
+                _Queued(self._groups.all_gather(arrived, own, by_group), group).wait()
+                out.copy_(arrived)
+
+            return self._started(entry, group, lambda by: by.swap_chunks(arrived, summed, by_group), gather_sums)
+        if out.dtype == wire and summed.data_ptr() != out.data_ptr():
+            summed = out.copy_(source)
+        return self._started(entry, group, lambda by: by.all_reduce(summed, by_group), lambda: _land(summed, out))
+
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
+        """Among ranks of several axes it is one of the whole world, in which the others are sent nothing."""
+        entry = self._enter("all_to_all", group, 0, sent[0].dtype, subject)  # each pair has a length of its own
+        self.ledger.called("all_to_all", group.axis)
+        for place, tensor in enumerate(sent):
+            self.ledger.sent("all_to_all", group.axis, tensor.nbytes if place != group.index else 0)
+        line = self._lines.get(group.line)
+        inputs, outputs = list(sent), list(arrived)
+        inputs[group.index] = outputs[group.index] = sent[group.index][:0]
+        if line is None:
+            inputs = _spread(inputs, group, self._world_size)
+            outputs = _spread(outputs, group, self._world_size)
+        by_group = line.gathers if line is not None else self._groups.world()
+        return self._started(entry, group, lambda by: by.all_to_all(outputs, inputs, by_group))
+
+    def broadcast(self, tensor: Tensor, root: int, group: Group, subject: str) -> Work:
+        entry = self._enter("broadcast", group, tensor.numel(), tensor.dtype, subject)
+        self.ledger.called("broadcast", group.axis)
+        is_world = len(group.ranks) == self._world_size
+        by_group = self._groups.world() if is_world else self._line_of(group).gathers
+        return self._started(entry, group, lambda by: by.broadcast(tensor, root, by_group))
+
+    def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
+        return self._host.exchange(message, group, subject)
+
+    # -- memory -----------------------------------------------------------------------------------------
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device.device)
+
+    def reclaim(self, tensor: Tensor) -> None:
+        """What comes next on the stream comes after what was sent."""
+
+    def rest(self, *, keeps_some: bool) -> None:
+        """Torch's allocator keeps what it keeps."""
+
+    def commons(self, group: Group, parts: Sequence[Part]) -> None:
+        """Devices have no memory in common."""
+
+    # -- life -------------------------------------------------------------------------------------------
+
+    def transport(self, group: Group) -> str:  # noqa: ARG002
+        return self._groups.backend
+
+    def cut(self) -> None:
+        """Kernels that wait for each other end, with garbage: see [Note: garbage after a fault]."""
+        with self._device.here():
+            self._groups.abort([*self._all_lines(), self._groups.world()])
+
+    def close(self) -> None:
+        self.journal.device_wait = None
+        lines = self._all_lines()
+        self._lines.clear()
+        self._made.clear()
+        for group in lines:
+            self._groups.destroy(group)
+
+    # -- what verbs are made of -------------------------------------------------------------------------
+
+    def _all_lines(self) -> list[ProcessGroup]:
+        return [group for line in tuple(self._lines.values()) for group in line]
+
+    def _line_of(self, group: Group) -> _OneWay:
+        return self._lines[group.line]
+
+    def _enter(self, verb: str, group: Group, numel: int, dtype: torch.dtype, subject: str) -> Entry:
+        """Into the journal, if the current stream is the one: see [Note: streams]."""
+        if self._device.accelerator is not None:
+            stream = self._device.accelerator.current_stream()
+            if self._stream is None:
+                self._stream = stream
+            elif stream != self._stream:
+                raise StateError(_OTHER_STREAM)
+        return self.journal.enter(verb, group, numel, dtype, subject)
+
+    def _started(
+        self,
+        entry: Entry,
+        group: Group,
+        queue: Callable[[ProcessGroups], TorchWork],
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        work = Pending([_Queued(queue(self._groups), group)], finish)
+        return _Marked(Awaited(self.journal, entry, work), self._marker, entry)
+
+    def _count(self, verb: str, group: Group, numel: int, dtype: torch.dtype) -> None:
+        self.ledger.called(verb, group.axis)
+        self.ledger.sent(verb, group.axis, (len(group.ranks) - 1) * numel * dtype.itemsize)
+
+
+_OTHER_STREAM = (
+    "This forward, backward or step runs under another stream than the ones before it, and memory that one of them "
+    "lets go would be given to the other while it is still read. Make the engine, and run all that its model does, "
+    "under one stream; others are for what is outside of the model."
+)
+
+
+class _Queued:
+    """A work of torch's that fails as links do."""
+
+    def __init__(self, work: TorchWork, group: Group) -> None:
+        self._work = work
+        self._group = group
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            peer = self._group.ranks[(self._group.index + 1) % len(self._group.ranks)]
+            raise LinkError(peer, f"A collective failed over {self._group.axis}: {error}") from error
+
+
+class _Marker:
+    """How far the device has come: an event behind the last collective that the host has waited for.
+
+    [Note: waits on the device] The host runs ahead and never blocks in `wait`. A rank whose event does not come
+    although the host has queued nothing behind it since the last look is waiting, for that collective or one before.
+    """
+
+    def __init__(self, device: RankDevice) -> None:
+        self._device = device
+        self._accelerator = device.accelerator
+        with device.here():
+            self._event = self._accelerator.event() if self._accelerator is not None else None
+        self._entry: Entry | None = None
+
+    def set(self, entry: Entry) -> None:
+        if self._accelerator is not None and self._event is not None:
+            self._event.record(self._accelerator.current_stream())
+            self._entry = entry
+
+    def awaited(self) -> Entry | None:
+        """Asked by the watch, from its own thread, whose current device is another one: see `devices.py`."""
+        entry = self._entry
+        if entry is None or self._event is None:
+            return None
+        with self._device.here():
+            return None if self._event.query() else entry
+
+
+class _Marked:
+    """A work that leaves a mark on the stream once it has been waited for."""
+
+    def __init__(self, awaited: Awaited, marker: _Marker, entry: Entry) -> None:
+        self._awaited = awaited
+        self._marker = marker
+        self._entry = entry
+
+    def wait(self) -> None:
+        self._awaited.wait()
+        self._marker.set(self._entry)
+
+
+def _spread(tensors: Sequence[Tensor], group: Group, world_size: int) -> list[Tensor]:
+    """By rank of the world what is by place in the group; nothing for ranks outside."""
+    by_rank = dict(zip(group.ranks, tensors, strict=True))
+    return [by_rank.get(rank, tensors[0][:0]) for rank in range(world_size)]
+
+
+def _land(arrived: Tensor, out: Tensor) -> None:
+    if arrived.data_ptr() != out.data_ptr():
+        out.copy_(arrived)
+
+
+def _sum_chunks(arrived: Tensor, out: Tensor, group: Group) -> None:
+    """The sum of all ranks' chunks, in `out`'s dtype: see [Note: sums on devices]."""
+    torch.sum(arrived.view(len(group.ranks), -1), dim=0, dtype=out.dtype, out=out)

@@ -1,0 +1,136 @@
+"""Torch's functions for process groups, as far as collectives on devices need them: one small handle.
+
+Tests put others in the place of it, which do at once or at the last moment what a device does some time in between.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import compat
+
+Tensor = torch.Tensor
+Ranks = tuple[int, ...]
+ProcessGroup = Any
+"""Whatever `ProcessGroups` makes; nobody else looks into one."""
+
+
+class TorchWork(Protocol):
+    """Something that has been queued on a device."""
+
+    def wait(self) -> object:
+        """Make the current stream, not the host, wait for it. Raises `RuntimeError`."""
+        ...
+
+
+class ProcessGroups(Protocol):
+    """Tensors lie on the rank's device; what is queued starts after everything that the current stream was given."""
+
+    backend: str
+    """What torch calls it: `nccl`, `xccl`, `hccl`."""
+
+    @property
+    def can_split(self) -> bool:
+        """Whether `split` works; the same on all ranks."""
+        ...
+
+    def world(self) -> ProcessGroup:
+        """The group of all ranks."""
+        ...
+
+    def new_group(self, ranks: Ranks, *, is_urgent: bool) -> ProcessGroup:
+        """A group of `ranks`. All ranks of the world call, with the same ranks and in the same order of calls."""
+        ...
+
+    def split(self, lines: Sequence[Ranks], *, is_urgent: bool) -> ProcessGroup:
+        """The group of the line that this rank is on; each rank is on one. All ranks of the world call, alike."""
+        ...
+
+    def all_gather(self, full: Tensor, own: Tensor, group: ProcessGroup) -> TorchWork: ...
+
+    def reduce_scatter(self, out: Tensor, source: Tensor, group: ProcessGroup) -> TorchWork: ...
+
+    def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> TorchWork: ...
+
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup) -> TorchWork: ...
+
+    def swap_chunks(self, arrived: Tensor, sent: Tensor, group: ProcessGroup) -> TorchWork:
+        """Chunk i of `sent` to the rank at place i, and chunk i of `arrived` from it."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int, group: ProcessGroup) -> TorchWork: ...
+
+    def abort(self, groups: Iterable[ProcessGroup]) -> None:
+        """End all that is queued on any of them, with undefined content. From any thread."""
+        ...
+
+    def destroy(self, group: ProcessGroup) -> None: ...
+
+
+class TorchGroups:
+    """Those of `torch.distributed`, with any backend. What one backend alone has is said by a subclass."""
+
+    def __init__(self, backend: str, device: torch.device, timeout_seconds: float, world: dist.ProcessGroup) -> None:
+        """`world` has all ranks. Groups made here get the same `timeout_seconds`."""
+        self.backend = backend
+        self._device = device
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._world = world
+
+    @property
+    def can_split(self) -> bool:
+        return compat.can_split(self._world, self._device)
+
+    def world(self) -> dist.ProcessGroup:
+        return self._world
+
+    def new_group(self, ranks: Ranks, *, is_urgent: bool) -> ProcessGroup:
+        options = self._options(is_urgent=is_urgent)
+        return dist.new_group(list(ranks), timeout=self._timeout, backend=self.backend, pg_options=options)
+
+    def split(self, lines: Sequence[Ranks], *, is_urgent: bool) -> ProcessGroup:
+        return compat.split_group(
+            self._world,
+            [list(ranks) for ranks in lines],
+            timeout=self._timeout,
+            backend=f"{self._device.type}:{self.backend}",
+            options=self._options(is_urgent=is_urgent),
+        )
+
+    def _options(self, *, is_urgent: bool) -> Any:  # noqa: ARG002
+        """What the backend is told of a group; `None` for its defaults."""
+        return None
+
+    def all_gather(self, full: Tensor, own: Tensor, group: ProcessGroup) -> TorchWork:
+        return compat.all_gather_single(full, own, group)
+
+    def reduce_scatter(self, out: Tensor, source: Tensor, group: ProcessGroup) -> TorchWork:
+        return compat.reduce_scatter_single(out, source, group)
+
+    def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> TorchWork:
+        work: TorchWork = dist.all_reduce(tensor, group=group, async_op=True)
+        return work
+
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup) -> TorchWork:
+        work: TorchWork = dist.all_to_all(list(arrived), list(sent), group=group, async_op=True)
+        return work
+
+    def swap_chunks(self, arrived: Tensor, sent: Tensor, group: ProcessGroup) -> TorchWork:
+        work: TorchWork = dist.all_to_all_single(arrived, sent, group=group, async_op=True)
+        return work
+
+    def broadcast(self, tensor: Tensor, root: int, group: ProcessGroup) -> TorchWork:
+        work: TorchWork = dist.broadcast(tensor, root, group=group, async_op=True)
+        return work
+
+    def abort(self, groups: Iterable[ProcessGroup]) -> None:
+        for group in groups:
+            group.abort()
+
+    def destroy(self, group: ProcessGroup) -> None:
+        dist.destroy_process_group(group)

@@ -1,0 +1,373 @@
+"""Devices and process groups that are not there: threads as ranks, tensors on the CPU, the library's own code above.
+
+A collective on a device acts some time between the call and `wait`. Here it acts at one of the two ends, or at either
+by lot, and until then its outputs are NaN: what reads them too early, frees or changes what is on its way, or never
+waits, shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+import shardwise as sw
+from shardwise.devices import RankDevice
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+Ranks = tuple[int, ...]
+When = Literal["late", "early", "random"]
+WHENS: tuple[When, ...] = ("late", "early", "random")
+HANG_SECONDS = 20
+
+
+class Race(RuntimeError):
+    """Something was read, written or freed while it was on its way."""
+
+
+@dataclass
+class Group:
+    ranks: Ranks
+    number: int
+    is_aborted: bool = False
+
+
+class Devices:
+    """What the ranks of one run have in common."""
+
+    def __init__(self, when: When = "late", *, can_split: bool = True, seed: int = 0) -> None:
+        self.when = when
+        self.can_split = can_split
+        self.made: dict[int, list[tuple[str, Any]]] = {}
+        """By rank, the groups that it was asked to make, in order."""
+        self.num_works: Counter[str] = Counter()
+        self.num_waited: Counter[str] = Counter()
+        self.aborted: list[int] = []
+        self.accelerator = FakeAccelerator()
+        self._seed = seed
+        self._given: dict[object, dict[int, list[Tensor]]] = {}
+        self._changed = threading.Condition()
+
+    def acts_at_issue(self, rank: int, number: int) -> bool:
+        if self.when == "random":
+            return random.Random(f"{self._seed} {rank} {number}").random() < 0.5
+        return self.when == "early"
+
+    def count(self, counter: Counter[str], verb: str) -> None:
+        with self._changed:  # ranks are threads
+            counter[verb] += 1
+
+    def give(self, key: object, place: int, tensors: list[Tensor]) -> None:
+        with self._changed:
+            self._given.setdefault(key, {})[place] = tensors
+            self._changed.notify_all()
+
+    def take(self, key: object, num_ranks: int) -> list[list[Tensor]]:
+        """What all of them have given, by place; blocks until they have."""
+        with self._changed:
+            box = self._given.setdefault(key, {})
+            if not self._changed.wait_for(lambda: len(box) == num_ranks, timeout=HANG_SECONDS):
+                raise RuntimeError(f"{sorted(box)} of {num_ranks} ranks came to {key}")
+            return [box[place] for place in range(num_ranks)]
+
+    def run(self, num_ranks: int, work: Callable[[sw.World], Any], **more: Any) -> list[Any]:
+        """`run_ranks`, with a device for every rank."""
+
+        def rank(world: sw.World) -> Any:
+            self.join(world)
+            return work(world)
+
+        return run_ranks(num_ranks, rank, shares_memory=False, **more)
+
+    def join(self, world: sw.World, groups: Callable[[Devices, int, int], FakeGroups] | None = None) -> None:
+        world.rank_device = RankDevice(torch.device("cpu"), self.accelerator, world.rank)
+        world.rank_device.enter()
+        world.attach((groups or FakeGroups)(self, world.rank, world.size))
+
+
+class FakeGroups:
+    """One rank's `ProcessGroups`."""
+
+    backend = "fake"
+
+    def __init__(self, devices: Devices, rank: int, size: int) -> None:
+        self.devices = devices
+        self.rank = rank
+        self._world = Group(tuple(range(size)), 0)
+        self._num_works: Counter[int] = Counter()
+        devices.made[rank] = []
+
+    @property
+    def can_split(self) -> bool:
+        return self.devices.can_split
+
+    def world(self) -> Group:
+        return self._world
+
+    def new_group(self, ranks: Ranks, *, is_urgent: bool) -> Group:
+        return self._made("new_group", ranks, ranks, is_urgent)
+
+    def split(self, lines: Sequence[Ranks], *, is_urgent: bool) -> Group:
+        (mine,) = [line for line in lines if self.rank in line]
+        return self._made("split", tuple(lines), mine, is_urgent)
+
+    def _made(self, how: str, asked: Any, ranks: Ranks, is_urgent: bool) -> Group:
+        assert is_urgent
+        made = self.devices.made[self.rank]
+        made.append((how, asked))
+        return Group(ranks, len(made))
+
+    def all_gather(self, full: Tensor, own: Tensor, group: Group) -> FakeWork:
+        return self._work("gather", group, [own], [full], lambda given, _: full.copy_(torch.cat([g[0] for g in given])))
+
+    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group) -> FakeWork:
+        def act(given: list[list[Tensor]], place: int) -> None:
+            out.copy_(_sum([g[0].chunk(len(given))[place] for g in given]))
+
+        return self._work("reduce_scatter", group, [source], [out], act)
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> FakeWork:
+        return self._work(
+            "all_reduce", group, [tensor], [tensor], lambda given, _: tensor.copy_(_sum([g[0] for g in given]))
+        )
+
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group) -> FakeWork:
+        assert len(arrived) == len(sent) == len(group.ranks)
+
+        def act(given: list[list[Tensor]], place: int) -> None:
+            for other, out in enumerate(arrived):
+                assert given[other][place].shape == out.shape
+                out.copy_(given[other][place])
+
+        return self._work("all_to_all", group, sent, arrived, act)
+
+    def swap_chunks(self, arrived: Tensor, sent: Tensor, group: Group) -> FakeWork:
+        def act(given: list[list[Tensor]], place: int) -> None:
+            arrived.copy_(torch.cat([g[0].chunk(len(given))[place] for g in given]))
+
+        return self._work("swap_chunks", group, [sent], [arrived], act)
+
+    def broadcast(self, tensor: Tensor, root: int, group: Group) -> FakeWork:
+        place = group.ranks.index(root)
+        sources = [tensor] if self.rank == root else []
+        outs = [] if self.rank == root else [tensor]
+
+        def act(given: list[list[Tensor]], _: int) -> None:
+            for out in outs:
+                out.copy_(given[place][0])
+
+        return self._work("broadcast", group, sources, outs, act)
+
+    def abort(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            group.is_aborted = True
+            self.devices.aborted.append(self.rank)
+
+    def destroy(self, group: Group) -> None:
+        """Nothing is left of it."""
+
+    def _work(
+        self,
+        verb: str,
+        group: Group,
+        sources: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        act: Callable[[list[list[Tensor]], int], object],
+    ) -> FakeWork:
+        self._num_works[group.number] += 1
+        # Lines of one number are of one axis: the ranks tell them apart.
+        key = group.ranks, group.number, self._num_works[group.number], verb
+        self.devices.count(self.devices.num_works, verb)
+        work = FakeWork(self.devices, key, group.ranks.index(self.rank), list(sources), list(outs), act)
+        work.begin(at_once=self.devices.acts_at_issue(self.rank, self._num_works.total()))
+        return work
+
+
+@dataclass
+class FakeWork:
+    """A collective on its way on one rank. What it reads may not change, and what it fills may not be touched."""
+
+    devices: Devices
+    key: tuple[Ranks, int, int, str]
+    place: int
+    sources: list[Tensor]
+    outs: list[Tensor]
+    act: Callable[[list[list[Tensor]], int], object]
+    is_done: bool = False
+    _kept: list[Tensor] = field(default_factory=list)
+    _poisoned: list[Tensor] = field(default_factory=list)
+
+    def begin(self, *, at_once: bool) -> None:
+        self._kept = [source.detach().clone() for source in self.sources]
+        self.devices.give(self.key, self.place, self._kept)
+        with torch.no_grad():
+            for out in self.outs:
+                self._poisoned += [part.detach() for part in self._outside_of_sources(out)]
+            for part in self._poisoned:
+                part.fill_(torch.nan)
+        if at_once:
+            self.finish()
+
+    def wait(self) -> None:
+        self.devices.count(self.devices.num_waited, self.key[-1])
+        if not self.is_done:
+            self.finish()
+
+    def finish(self) -> None:
+        for source, kept in zip(self.sources, self._kept, strict=True):
+            if source.numel() and not source.untyped_storage().nbytes():
+                raise Race(f"{self.key}: what is sent was freed on its way")
+            if not torch.equal(_bits(source), _bits(kept)):
+                raise Race(f"{self.key}: what is sent was changed on its way")
+        for part in self._poisoned:
+            if not part.untyped_storage().nbytes():
+                raise Race(f"{self.key}: what is to be filled was freed on its way")
+            if not part.isnan().all():
+                raise Race(f"{self.key}: what is to be filled was written to on its way")
+        given = self.devices.take(self.key, len(self.key[0]))
+        with torch.no_grad():
+            self.act(given, self.place)
+        self.is_done = True
+
+    def _outside_of_sources(self, out: Tensor) -> list[Tensor]:
+        """The parts of a floating `out`, flat, that are no source as well."""
+        if not out.numel() or not out.is_floating_point():
+            return []
+        size, parts, start = out.element_size(), [], 0
+        first = out.data_ptr()
+        inside = [(s.data_ptr() - first) // size for s in self.sources if first <= s.data_ptr() < first + out.nbytes]
+        numels = [s.numel() for s in self.sources if first <= s.data_ptr() < first + out.nbytes]
+        for begin, numel in sorted(zip(inside, numels, strict=True)):
+            parts.append(out[start:begin])
+            start = begin + numel
+        return [part for part in (*parts, out[start:]) if part.numel()]
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    """In the dtype that travels, as a backend does."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+# -- the device itself ------------------------------------------------------------------------------
+
+
+class FakeStream:
+    def __init__(self, accelerator: FakeAccelerator, index: int) -> None:
+        self.accelerator = accelerator
+        self.index = index
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.accelerator.note("wait_stream", self, other)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.accelerator.note("wait_event", self, event)
+
+    def synchronize(self) -> None:
+        self.accelerator.note("synchronize", self)
+
+
+class FakeEvent:
+    """It remembers of which device it is; asked under another one, it would open a context there."""
+
+    def __init__(self, accelerator: FakeAccelerator, index: int) -> None:
+        self.accelerator = accelerator
+        self.index = index
+        self.stream: FakeStream | None = None
+        self.has_come = True
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.accelerator.note("record", self, stream)
+        self.stream = stream
+
+    def query(self) -> bool:
+        self.accelerator.note("query", self)
+        return self.has_come
+
+    def synchronize(self) -> None:
+        self.accelerator.note("synchronize", self)
+
+
+@dataclass
+class Noted:
+    thread: str
+    index: int
+    """The current device of that thread."""
+    what: str
+    about: tuple[Any, ...]
+
+
+class FakeAccelerator:
+    """A kind of device with as many as one likes; which is the current one, each thread has for itself."""
+
+    kind = "cuda"
+
+    def __init__(self, num_devices: int = 8) -> None:
+        self.num_devices = num_devices
+        self.noted: list[Noted] = []
+        self.generators = {index: torch.tensor([index], dtype=torch.uint8) for index in range(num_devices)}
+        self.identities: dict[int, str] = {}
+        self.locks_pages = True
+        self._here = threading.local()
+        self._defaults = {index: FakeStream(self, index) for index in range(num_devices)}
+
+    def note(self, what: str, *about: Any) -> None:
+        self.noted.append(Noted(threading.current_thread().name, self.current_index(), what, about))
+
+    def current_index(self) -> int:
+        return getattr(self._here, "index", 0)
+
+    def use(self, index: int) -> None:
+        assert 0 <= index < self.num_devices
+        self._here.index = index
+
+    def identity(self, index: int) -> str:
+        return self.identities.get(index, "")
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self, self.current_index())
+
+    def current_stream(self) -> FakeStream:
+        stream = getattr(self._here, "stream", None)
+        return stream if stream is not None else self._defaults[self.current_index()]
+
+    def new_stream(self) -> FakeStream:
+        return FakeStream(self, self.current_index())
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before = getattr(self._here, "stream", None)
+        self._here.stream = stream
+        self.note("on", stream)
+        try:
+            yield
+        finally:
+            self.note("off", stream)
+            self._here.stream = before
+
+    def keep_for(self, tensor: Tensor, reader: FakeStream) -> Tensor:
+        self.note("keep_for", tensor, reader)
+        return tensor
+
+    def rng_state(self) -> Tensor:
+        return self.generators[self.current_index()].clone()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        self.generators[self.current_index()] = state.clone()
+
+    def lock_pages(self, address: int, num_bytes: int) -> Callable[[], None] | None:
+        self.note("lock_pages", address, num_bytes)
+        return (lambda: self.note("unlock_pages", address)) if self.locks_pages else None

@@ -1,0 +1,400 @@
+"""The order of things on devices, without one: collectives act at once or at the last moment; see `fake_devices.py`."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from fake_devices import WHENS, Devices, FakeGroups, FakeWork, Race, When
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_random_models import PLANS, Drawn, Sketch, optimizer_of, sketches
+from torch import nn
+from twins import (
+    PRESETS_2,
+    Batch,
+    MakeOptimizer,
+    Run,
+    Transformer,
+    adamw,
+    assert_rounds_like_the_plain_model,
+    assert_same,
+    batches,
+    engine_step,
+    full_params,
+    plain_run,
+    plan_of,
+    share_of,
+)
+
+import shardwise as sw
+from shardwise.errors import CommError, StateError
+from shardwise.mesh import Mesh
+from shardwise.runtime import Mover
+from shardwise.testing import InjectedError, run_ranks
+
+Tensor = torch.Tensor
+GRID = {"node": 2, "local": 2}
+PRESETS = [*PRESETS_2, ("hsdp", 4, GRID), ("hpz", 4, GRID)]
+IDS = [name for name, *_ in PRESETS]
+NUM_MODELS = 200 if os.environ.get("EVERY_PLACE") else 10
+Step = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
+
+
+def small() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(tied=True, num_blocks=2)
+
+
+def run_on_devices(
+    devices: Devices,
+    model: nn.Module,
+    data: Sequence[Batch],
+    case: tuple[str, int, Mapping[str, int] | None],
+    make_optimizer: MakeOptimizer = adamw,
+    step: Step = engine_step,
+    **plan: Any,
+) -> Run:
+    """`twins.sharded_run`, where every rank has a device. Whatever was begun has to have been waited for."""
+    preset, num_ranks, mesh = case
+    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> Run:
+        replica, run = replicas[world.rank], Run()
+        optimizer = make_optimizer(replica)
+        with sw.shard(replica, plan_of(preset, mesh, **plan), optimizer=optimizer, world=world) as engine:
+            for batch in data:
+                loss = step(engine, optimizer, share_of(engine, batch))
+                run.losses.append(world.mean(loss.item()))
+                run.norms.append(engine.gradient_norm or 0.0)
+            run.params = full_params(engine)
+            assert engine._works.sharding.meter.now["working"] == 0
+        return run
+
+    runs = devices.run(num_ranks, rank)
+    for run in runs[1:]:
+        assert run.losses == runs[0].losses
+        assert all(torch.equal(param, runs[0].params[name]) for name, param in run.params.items())
+    assert devices.num_works == devices.num_waited
+    assert devices.num_works.total()
+    return runs[0]
+
+
+# -- training is the same whenever collectives act ---------------------------------------------------
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("case", PRESETS, ids=IDS)
+def test_presets_train_like_their_twin(case: tuple[str, int, Any], when: When) -> None:
+    model, data = small(), batches(3)
+    assert_same(run_on_devices(Devices(when), model, data, case), plain_run(model, data))
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize(
+    "case", [("zero2", 2, None), ("zero1", 2, None), ("hsdp", 4, GRID)], ids=["zero2", "zero1", "hsdp"]
+)
+def test_accumulated_gradients(case: tuple[str, int, Any], when: When) -> None:
+    """Micro-batches, of which some leave their gradients where they are."""
+
+    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        total = torch.zeros(())
+        for number, (x, y) in enumerate(zip(batch[0].chunk(2), batch[1].chunk(2), strict=True)):
+            if number == 0:
+                with engine.no_sync():
+                    loss = engine(x, y) / 2
+                    engine.backward(loss)
+            else:
+                loss = engine(x, y) / 2
+                engine.backward(loss)
+            total = total + loss.detach()
+        engine.step()
+        return total
+
+    model, data = small(), batches(3)
+    assert_same(run_on_devices(Devices(when), model, data, case, step=step), plain_run(model, data))
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("case", [("zero3", 2, None), ("ddp", 2, None)], ids=["zero3", "ddp"])
+def test_narrow_precisions(case: tuple[str, int, Any], precision: str, when: When) -> None:
+    model, data = small(), batches(3)
+    run = run_on_devices(Devices(when), model, data, case, precision=precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    assert_rounds_like_the_plain_model(run, model, data, num_ranks=2, dtype=dtype)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = sw.optim.hidden_matrices(model)
+    others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
+    return sw.optim.Muon([{"params": matrices}, {"params": others, "use_muon": False}])
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw-int8": lambda model: sw.optim.AdamW(model.parameters(), state_dtype="int8"),
+    "lamb": lambda model: sw.optim.Lamb(model.parameters()),
+    "muon": muon,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("case", [("zero3", 2, None), ("hsdp", 4, GRID)], ids=["zero3", "hsdp"])
+def test_our_optimizers_do_the_same_whenever_collectives_act(name: str, case: tuple[str, int, Any]) -> None:
+    model, data = small(), batches(3)
+    late, early, by_lot = (run_on_devices(Devices(when), model, data, case, OPTIMIZERS[name]) for when in WHENS)
+    for run in (early, by_lot):
+        assert run.losses == late.losses
+        assert all(torch.equal(run.params[key], param) for key, param in late.params.items())
+    assert all(torch.isfinite(param).all() for param in late.params.values())
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("case", [("zero3", 2, None), ("hpz", 4, GRID)], ids=["zero3", "hpz"])
+def test_a_step_that_raises_leaves_nothing_on_its_way(case: tuple[str, int, Any], where: str, when: When) -> None:
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise InjectedError
+
+    class Fragile(Transformer):
+        is_broken = False
+
+        def logits(self, x: Tensor) -> Tensor:
+            hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+            hidden = self.blocks[0](hidden)
+            if self.is_broken and where == "forward":
+                raise InjectedError
+            if self.is_broken:
+                hidden = Raises.apply(hidden)
+            return self.head(self.norm(self.blocks[1](hidden)))
+
+    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        engine.module.is_broken = True
+        with pytest.raises(InjectedError):
+            engine.backward(engine(*batch))
+        engine.module.is_broken = False
+        return engine_step(engine, _, batch)
+
+    torch.manual_seed(0)
+    model, data = Fragile(tied=True, num_blocks=2), batches(3)
+    assert_same(run_on_devices(Devices(when), model, data, case, step=step), plain_run(model, data))
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("keep_bytes", [None, 0])
+def test_inference_between_steps(keep_bytes: int | None, when: When) -> None:
+    model, data = small(), batches(3)
+    x, _ = batches(1, seed=5)[0]
+
+    def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        expected = copy.deepcopy(model)
+        expected.load_state_dict(engine.state_dict())
+        with engine.inference(keep_bytes=keep_bytes):
+            assert torch.allclose(engine.module.logits(x), expected.logits(x), atol=1e-6)
+        return engine_step(engine, optimizer, batch)
+
+    run = run_on_devices(Devices(when), model, data, ("zero3", 2, None), step=step)
+    assert_same(run, plain_run(model, data))
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("can_split", [True, False])
+def test_other_plans_and_engines_make_the_same_groups_everywhere(when: When, can_split: bool) -> None:
+    """Torch asks that of all ranks. Lines that were made for one plan are used again by another."""
+    devices, model, data = Devices(when, can_split=can_split), small(), batches(4)
+    replicas = [copy.deepcopy(model) for _ in range(4)]
+    others = [copy.deepcopy(model) for _ in range(4)]
+    plans: list[Any] = ["zero3", {"preset": "hsdp", "mesh": GRID}, {"preset": "hpz", "mesh": GRID}, "ddp"]
+
+    def rank(world: sw.World) -> tuple[list[float], list[int]]:
+        replica = replicas[world.rank]
+        engine = sw.shard(replica, plans[0], optimizer=adamw(replica), world=world)
+        losses, num_made = [], []
+        for plan, batch in zip(plans, data, strict=True):
+            engine.reshard(plan)
+            losses.append(
+                world.mean(engine_step(engine, torch.optim.SGD([torch.zeros(1)]), share_of(engine, batch)).item())
+            )
+            num_made.append(len(devices.made[world.rank]))
+        other = others[world.rank]
+        sw.shard(other, plans[1], optimizer=adamw(other), world=world).close()
+        num_made.append(len(devices.made[world.rank]))
+        engine.close()
+        return losses, num_made
+
+    for losses, num_made in devices.run(4, rank):
+        assert losses == pytest.approx(plain_run(model, data).losses, rel=1e-5)
+        assert num_made == ([2, 6, 6, 6, 6] if can_split else [2, 10, 10, 10, 10])
+    assert all(made == devices.made[0] for made in devices.made.values())
+
+
+@pytest.mark.timeout(600)
+@settings(
+    max_examples=NUM_MODELS,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    sketch=sketches(),
+    plan=st.sampled_from(PLANS),
+    seed=st.integers(0, 99),
+    when=st.sampled_from(WHENS),
+)
+def test_drawn_models_train_as_on_the_host(
+    sketch: Sketch, plan: tuple[int, dict[str, Any]], seed: int, when: When
+) -> None:
+    """To the bit: sums are made in one order. `test_random_models.py` holds the host to the plain model.
+
+    EVERY_PLACE=1 tries 200 of them.
+    """
+    num_ranks, settings = plan
+    if "experts" in sketch.kinds:
+        settings = {**settings, "units": {"class": "Layer"}}
+    torch.manual_seed(seed)
+    start, data = Drawn(sketch), torch.randn(3, 12, 6)
+
+    def train(run: Callable[..., list[Any]]) -> list[tuple[list[float], dict[str, Tensor], int]]:
+        replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
+
+        def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor], int]:
+            model, losses = replicas[world.rank], []
+            with sw.shard(model, settings, optimizer=optimizer_of(model), world=world) as engine:
+                for step, x in enumerate(data):
+                    model.begin(step, world.rank)
+                    loss = engine(x.chunk(world.size)[world.rank])
+                    engine.backward(loss)
+                    engine.step()
+                    losses.append(loss.item())
+                return losses, full_params(engine), engine._works.sharding.meter.now["working"]
+
+        return run(num_ranks, rank, timeout_seconds=30)
+
+    devices = Devices(when, seed=seed)
+    on_host = train(partial(run_ranks, shares_memory=False))
+    for (losses, params, working), (expected, expected_params, _) in zip(train(devices.run), on_host, strict=True):
+        assert repr(losses) == repr(expected)
+        assert working == 0
+        torch.testing.assert_close(params, expected_params, rtol=0, atol=0, equal_nan=True)
+    assert devices.num_works == devices.num_waited
+
+
+# -- the tester finds what it is there for -----------------------------------------------------------
+
+
+class Sloppy(FakeGroups):
+    """Process groups of a library that does one thing wrong with the collectives of one verb."""
+
+    verb = ""
+    fault = ""
+
+    def _work(self, verb: str, *more: Any) -> FakeWork:
+        work = super()._work(verb, *more)
+        if verb == self.verb:
+            self.spoil(work)
+        return work
+
+    def spoil(self, work: FakeWork) -> None:
+        if self.fault == "never waits":
+            work.wait = lambda: None  # type: ignore[method-assign]
+        elif self.fault == "writes to what is sent":
+            work.sources[0].add_(1)
+        elif self.fault == "frees what is sent":
+            work.sources[0].untyped_storage().resize_(0)
+        elif self.fault == "writes to what is to be filled":
+            work._poisoned[0].zero_()
+
+
+@pytest.mark.parametrize(
+    ("case", "verb", "fault"),
+    [
+        (("zero3", 2, None), "gather", "never waits"),
+        (("zero3", 2, None), "reduce_scatter", "never waits"),
+        (("zero1", 2, None), "gather", "never waits"),
+        (("ddp", 2, None), "all_reduce", "never waits"),
+        (("hsdp", 4, GRID), "all_reduce", "never waits"),
+        (("zero3", 2, None), "reduce_scatter", "writes to what is sent"),
+        (("zero3", 2, None), "reduce_scatter", "frees what is sent"),
+        (("zero3", 2, None), "gather", "writes to what is to be filled"),
+    ],
+)
+def test_faults_of_order_are_found(case: tuple[str, int, Any], verb: str, fault: str) -> None:
+    devices = Devices("late")
+    sloppy = type("SloppyHere", (Sloppy,), {"verb": verb, "fault": fault})
+    devices.join = lambda world: Devices.join(devices, world, sloppy)  # type: ignore[method-assign]
+    assert _is_found(devices, case)
+
+
+def test_a_gather_that_the_library_forgets_to_wait_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in the library's own code."""
+    honest = Mover.wait_full
+
+    def forgets(self: Mover) -> None:
+        if self._arriving is not None and not self._spread:
+            self._arriving = None
+        honest(self)
+
+    monkeypatch.setattr(Mover, "wait_full", forgets)
+    assert _is_found(Devices("late"), ("zero3", 2, None))
+
+
+def test_an_inbox_that_the_library_frees_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Mover.wait_grad
+
+    def too_early(self: Mover, **how: bool) -> None:
+        reduction = self._reduction
+        if reduction is not None and reduction._inbox is not None and reduction._work is not None:
+            reduction._inbox.free_bytes()
+            reduction._inbox = None
+        honest(self, **how)
+
+    monkeypatch.setattr(Mover, "wait_grad", too_early)
+    assert _is_found(Devices("late"), ("zero3", 2, None))
+
+
+def _is_found(devices: Devices, case: tuple[str, int, Any]) -> bool:
+    """Whether training raises that something was touched on its way, or ends with other values than it should."""
+    model, data = small(), batches(3)
+    try:
+        assert_same(run_on_devices(devices, model, data, case), plain_run(model, data))
+    except AssertionError:
+        return True
+    except Exception as error:
+        while error.__cause__ is not None or isinstance(error.__context__, Race):
+            error = error.__cause__ or error.__context__  # type: ignore[assignment]
+        return isinstance(error, Race | CommError | StateError)
+    return False
+
+
+# -- what travels and what it costs ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["reduce_scatter", "all_reduce"])
+def test_sums_are_made_in_the_dtype_in_which_they_are_kept(verb: str) -> None:
+    """In bf16 256 + 1 + 1 + 1 makes 256."""
+    mesh = Mesh(("dp",), (4,))
+
+    def rank(world: sw.World) -> Tensor:
+        collectives = world.collectives(torch.device("cpu"))
+        collectives.prepare(mesh)
+        group = world.group(mesh, "dp")
+        source = torch.full((8,), 256.0 if world.rank == 0 else 1.0, dtype=torch.bfloat16)
+        out = torch.empty(2 if verb == "reduce_scatter" else 8)
+        getattr(collectives, verb)(out, source, group, torch.bfloat16, "x").wait()
+        return out
+
+    rounded = torch.tensor(259.0).to(torch.bfloat16).item()  # what an all-reduce gives everybody
+    for out in Devices("late").run(4, rank):
+        assert set(out.tolist()) == {259.0 if verb == "reduce_scatter" else rounded}
