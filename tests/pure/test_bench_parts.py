@@ -40,7 +40,7 @@ from benchmarks.sizes import SIZES
 from benchmarks.traffic import tcp_sent_bytes
 from shardwise.cli.bench import find_checkout, python_of
 from shardwise.errors import LaunchError
-from shardwise.launch.environment import rank_environment
+from shardwise.launch.environment import Attempt, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,7 +119,7 @@ def test_the_processor_is_the_kernels_word_for_it(tmp_path: Path) -> None:
 
 
 def test_the_settings_on_record_are_those_that_ranks_get() -> None:
-    given = rank_environment(rank=0, nproc=2, address="127.0.0.1", port=1, inherited={}, threads=1)
+    given = rank_environment(0, 2, Attempt("127.0.0.1", 1), {}, threads=1)
     recorded = allocator_settings({})
     assert recorded == {name: given[name] for name in recorded}
     assert allocator_settings({"MALLOC_TRIM_THRESHOLD_": "7"})["MALLOC_TRIM_THRESHOLD_"] == "7"

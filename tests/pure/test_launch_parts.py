@@ -11,20 +11,21 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.launch import Job, StopRequest, rank_environment
+from shardwise.launch import Attempt, Job, StopRequest, rank_environment
 from shardwise.launch.folder import Folder
 from shardwise.launch.outcome import Outcome, first_failure, read_outcome
 from shardwise.launch.report import letter, stop_line
 
 
 def environment(inherited: dict[str, str] | None = None, **options: object) -> dict[str, str]:
-    settings = {"rank": 1, "nproc": 4, "address": "127.0.0.1", "port": 29500} | options
-    return rank_environment(inherited=inherited or {}, **settings)
+    settings = {"rank": 1, "nproc": 4} | options
+    attempt = Attempt("127.0.0.1", 29500, number=2)
+    return rank_environment(attempt=attempt, inherited=inherited or {}, **settings)
 
 
 class TestEnvironment:
     def test_names_are_torchruns(self) -> None:
-        given = environment(attempt=2)
+        given = environment()
         assert given["RANK"] == given["LOCAL_RANK"] == "1"
         assert given["WORLD_SIZE"] == given["LOCAL_WORLD_SIZE"] == "4"
         assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("127.0.0.1", "29500")

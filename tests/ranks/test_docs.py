@@ -68,6 +68,11 @@ def nothing(_: sw.World | None) -> Names:
     return {"build": Small, "model": Small(), "loader": [BATCH] * 2, "data": [BATCH] * 6}
 
 
+def a_model(_: sw.World | None) -> Names:
+    model = Small()
+    return {"sw": sw, "model": model, "optimizer": adamw(model), "batch": BATCH}
+
+
 def an_engine(world: sw.World | None) -> Names:
     return trained(Small(), world)
 
@@ -130,7 +135,8 @@ class Setting:
 
 FEW = {"steps=10_000": "steps=4", "run/": "here/"}
 BLOCKS: dict[tuple[str, int], Setting] = {
-    ("README.md", 0): Setting(),
+    ("README.md", 0): Setting(a_model),
+    ("README.md", 1): Setting(),
     ("docs/birth.md", 0): Setting(),
     ("docs/birth.md", 1): Setting(a_language_model),
     ("docs/birth.md", 2): Setting(),

@@ -8,7 +8,7 @@ import json
 
 from rich.console import Console
 
-from shardwise.cli.explained import Explained, UnitSize, as_json, explain, stand_in
+from shardwise.cli.explained import Explained, Subject, UnitSize, as_json, explain, stand_in
 from shardwise.cli.explained_print import print_explained, print_presets
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError
@@ -86,8 +86,8 @@ def _explained(args: argparse.Namespace) -> Explained:
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch is for a model: give --model FILE:CALLABLE too.")
     units, sizes, activations = _units(args, plan, table, mesh)
-    states, optimizer = args.optimizer_states, args.optimizer
-    return explain(plan, mesh, table, known_from, units, sizes, states, optimizer, activations, args.batch)
+    subject = Subject(units, sizes, args.optimizer_states, args.optimizer, activations, args.batch)
+    return explain(plan, mesh, table, known_from, subject)
 
 
 def _units(

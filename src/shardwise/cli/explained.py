@@ -37,23 +37,35 @@ class UnitSize:
 
 
 @dataclass(frozen=True)
+class Subject:
+    """What is to be trained: units of a model, or what stands in for them, and what is known of its optimizer.
+
+    `sizes` is empty if the units stand in for a model. `batch` says where the batch came from whose `activations` were
+    counted.
+    """
+
+    units: tuple[UnitSpec, ...]
+    sizes: tuple[UnitSize, ...] = ()
+    num_states: int = 2
+    optimizer: str | None = None
+    activations: Activations | None = None
+    batch: str | None = None
+
+
+@dataclass(frozen=True)
 class Explained:
     """A plan on a mesh: its table, the program of one step, and what each rank holds and sends.
 
-    `sizes` is empty if the units stand in for a model. `replicated` is what training without sharding holds. With
-    `batch`, which says where it came from, activations are counted.
+    `replicated` is what training without sharding holds.
     """
 
     plan: Plan
     mesh: Mesh
     table: Table
     known_from: str
-    sizes: tuple[UnitSize, ...]
-    num_states: int
-    optimizer: str | None
+    subject: Subject
     step: StepProgram
     replicated: Footprint
-    batch: str | None = None
 
     @property
     def rules(self) -> dict[str, Table]:
@@ -70,26 +82,19 @@ class Explained:
         return self.step.sent_bytes(self.plan.accumulate)
 
 
-def explain(
-    plan: Plan,
-    mesh: Mesh,
-    table: Table,
-    known_from: str,
-    units: tuple[UnitSpec, ...],
-    sizes: tuple[UnitSize, ...],
-    num_states: int,
-    optimizer: str | None = None,
-    activations: Activations | None = None,
-    batch: str | None = None,
-) -> Explained:
-    """Plan one step of `units`, and the same step with a copy on every rank.
+def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject) -> Explained:
+    """Plan one step of the subject's units, and the same step with a copy on every rank.
 
-    They are used in the order of the rehearsal that counted the `activations` of `batch`, or else one after the other.
+    They are used in the order of the rehearsal that counted its activations, or else one after the other.
     """
     copies = table_for(Plan(preset="ddp", precision=plan.precision), mesh).on(mesh)
-    replicas = tuple(replace(unit, flats=tuple(replace(flat, table=copies) for flat in unit.flats)) for unit in units)
-    step, replicated = (_planned(plan, some, num_states, activations) for some in (units, replicas))
-    return Explained(plan, mesh, table, known_from, sizes, num_states, optimizer, step, replicated.footprint, batch)
+    replicas = tuple(
+        replace(unit, flats=tuple(replace(flat, table=copies) for flat in unit.flats)) for unit in subject.units
+    )
+    step, replicated = (
+        _planned(plan, some, subject.num_states, subject.activations) for some in (subject.units, replicas)
+    )
+    return Explained(plan, mesh, table, known_from, subject, step, replicated.footprint)
 
 
 def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
@@ -103,7 +108,7 @@ def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[Un
 
 def as_json(explained: Explained) -> dict[str, Any]:
     """Everything as values that JSON has; bytes are per rank."""
-    table = explained.table
+    table, subject = explained.table, explained.subject
     return {
         "plan": {path: {"value": value, "from": origin} for path, value, origin in plan_table(explained.plan)},
         "mesh": dict(zip(explained.mesh.axes, explained.mesh.sizes, strict=True)),
@@ -112,10 +117,10 @@ def as_json(explained: Explained) -> dict[str, Any]:
         "rules": {name: {kind: asdict(ruled.place(kind)) for kind in KINDS} for name, ruled in explained.rules.items()},
         "compute": table.compute,
         "wire": table.wire,
-        "units": [asdict(size) for size in explained.sizes] or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",
-        "optimizer": explained.optimizer,
-        "optimizer_states": explained.num_states,
-        "batch": explained.batch,
+        "units": [asdict(size) for size in subject.sizes] or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",
+        "optimizer": subject.optimizer,
+        "optimizer_states": subject.num_states,
+        "batch": subject.batch,
         "bytes": by_kind(explained.step.footprint),
         "peak_at": _said_peak(explained.step.footprint),
         "replicated_bytes": by_kind(explained.replicated),

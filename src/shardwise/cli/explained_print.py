@@ -125,19 +125,19 @@ def _below_rows(explained: Explained) -> Text:
 
 
 def _units_lines(explained: Explained) -> Iterator[Grid | Text]:
-    if not explained.sizes:
+    if not explained.subject.sizes:
         count = format_count(STAND_IN_NUMEL)
         yield Text(f"No model was given: {NUM_STAND_INS} units of {count} parameters stand in. See --model.", "yellow")
         return
     grid = _grid("", "parameters", "", right=["parameters"])
-    rows = list(_unit_rows(explained.sizes))
+    rows = list(_unit_rows(explained.subject.sizes))
     middle = len(rows) - MAX_UNITS
     for index, row in enumerate(rows):
         if middle <= 1 or not MAX_UNITS // 2 <= index < MAX_UNITS // 2 + middle:
             grid.add_row(*row)
         elif index == MAX_UNITS // 2:
             grid.add_row(Text(f"... {middle} more", "dim"))
-    total = sum(size.numel for size in explained.sizes)
+    total = sum(size.numel for size in explained.subject.sizes)
     grid.add_row(Text("all", "bold"), Text(format_count(total), "bold"))
     yield grid
 
@@ -156,7 +156,7 @@ def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
 def _bytes_grid(explained: Explained) -> Grid:
     grid = _grid("", "promised", "replicated", "", right=["promised", "replicated"])
     promised, replicated = by_kind(explained.step.footprint), by_kind(explained.replicated)
-    meanings = MEANINGS | (AT_THE_PEAK if explained.batch else {})
+    meanings = MEANINGS | (AT_THE_PEAK if explained.subject.batch else {})
     for kind, num_bytes in promised.items():
         style = "bold" if kind == "total" else ""
         cells = [Text(format_bytes(one), style) for one in (num_bytes, replicated[kind])]
@@ -166,13 +166,13 @@ def _bytes_grid(explained: Explained) -> Grid:
 
 
 def _bytes_note(explained: Explained) -> Text:
-    num, peak_at = explained.num_states, explained.step.footprint.peak_at
+    num, peak_at = explained.subject.num_states, explained.step.footprint.peak_at
     if peak_at is None:
         lines = ["Activations are the model's own and not in these figures; --batch counts them."]
     else:
         lines = [f"All of it together, at the one moment when that is most: at or just before {str(peak_at)!r}."]
-    if explained.optimizer:
-        lines.append(f"With {OPTIMIZERS[explained.optimizer]}. Replicated is ddp.")
+    if explained.subject.optimizer:
+        lines.append(f"With {OPTIMIZERS[explained.subject.optimizer]}. Replicated is ddp.")
     else:
         states = "no state" if num == 0 else "1 state" if num == 1 else f"{num} states"
         lines.append(f"With {states} per parameter (--optimizer-states, or --optimizer). Replicated is ddp.")

@@ -34,6 +34,7 @@ class Conversion:
     to: str
     files: dict[str, list[Spec]]
     notes: tuple[str, ...]
+    max_file_bytes: int
 
     @property
     def num_bytes(self) -> int:
@@ -54,7 +55,6 @@ def convert(
     config: str | Path | None = None,
     max_file_bytes: int | str = MAX_FILE_BYTES,
     dry_run: bool = False,
-    start: Callable[[Conversion], Tick] = lambda _: lambda _: None,
 ) -> Conversion:
     """Write the checkpoint at `source` (see `inspect` for what is read) as `to` into the new folder `out`.
 
@@ -62,20 +62,41 @@ def convert(
     `torch.distributed.checkpoint` load it). `dtype` (fp32, bf16, fp16) is for floating parameters, as they are by
     default; states of the optimizer keep theirs. `weights_only` leaves the optimizer, the
     step and the script's own state behind. `config` is a Hugging Face folder or config.json to go along. Files are
-    split at `max_file_bytes`. `start` is called before the first tensor and returns what is called after each.
+    split at `max_file_bytes`. With `dry_run` nothing is written.
 
     Called by one process, no ranks. Raises `CheckpointError` if there is something at `out`, or if `source`
     cannot be read; nothing is left at `out` then.
     """
+    conversion = plan_conversion(
+        source, out, to, dtype=dtype, weights_only=weights_only, config=config, max_file_bytes=max_file_bytes
+    )
+    if not dry_run:
+        carry_out(conversion)
+    return conversion
+
+
+def plan_conversion(
+    source: str | Path,
+    out: str | Path,
+    to: str,
+    *,
+    dtype: str | None = None,
+    weights_only: bool = False,
+    config: str | Path | None = None,
+    max_file_bytes: int | str = MAX_FILE_BYTES,
+) -> Conversion:
+    """What `convert` would write; see there. Nothing is written."""
     settings = _Settings.of(to, dtype, max_file_bytes)
     target = Path(out)
     refuse_to_overwrite(target)
     opened = _prepared(open_checkpoint(Path(source)), settings, weights_only, config)
-    conversion = Conversion(opened, target, to, _files(opened, settings), tuple(_notes(opened, settings)))
-    if not dry_run:
-        with drafted(target) as draft:
-            _write(opened, settings, draft, start(conversion))
-    return conversion
+    return Conversion(opened, target, to, _files(opened, settings), tuple(_notes(opened, settings)), settings.max_bytes)
+
+
+def carry_out(conversion: Conversion, tick: Tick = lambda _: None) -> None:
+    """Write what was planned; `tick` is called after each tensor. See `convert`."""
+    with drafted(conversion.out) as draft:
+        _write(conversion, draft, tick)
 
 
 @dataclass(frozen=True)
@@ -154,19 +175,20 @@ def _files(source: Source, settings: _Settings) -> dict[str, list[Spec]]:
     }
 
 
-def _write(source: Source, settings: _Settings, draft: Path, tick: Tick) -> None:
+def _write(conversion: Conversion, draft: Path, tick: Tick) -> None:
+    source, max_bytes = conversion.source, conversion.max_file_bytes
     needed = sum(spec.num_bytes for spec in source.specs)
     free = shutil.disk_usage(draft).free
     if needed > free:
         raise CheckpointError(
             f"{format_bytes(needed)} are to be written, and {draft.parent} has {format_bytes(free)} left."
         )
-    if settings.to == "hf":
-        hf.write_hf(source, draft, _hf_specs(source), settings.max_bytes, tick)
-    elif settings.to == "dcp":
-        _dcp().write_dcp(source, draft, settings.max_bytes, tick)
+    if conversion.to == "hf":
+        hf.write_hf(source, draft, _hf_specs(source), max_bytes, tick)
+    elif conversion.to == "dcp":
+        _dcp().write_dcp(source, draft, max_bytes, tick)
     else:
-        ours.write_ours(source, draft, settings.max_bytes, tick)
+        ours.write_ours(source, draft, max_bytes, tick)
 
 
 def _dcp() -> Any:

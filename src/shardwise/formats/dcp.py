@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -62,10 +62,8 @@ def open_dcp(path: Path) -> Source:
     ties = _ties(meta, [key for spec, key in homes.items() if not spec.is_state], names)
     weights = {spec.name for spec in homes if not spec.is_state}
     num_steps = _num_steps(store, homes)
-    strange = [key for spec, key in homes.items() if spec.is_state and spec.name not in weights]
-    strange += [f"state {name}" for name in objects.numbers if name not in weights]
     groups = _groups(objects.settings)
-    strange += [f"parameter {name}" for group in groups for name in _strangers(group, weights)]
+    strange = _nameless(homes, objects, groups, weights)
     if strange:
         left_out.append(NAMELESS.format(keys=f"{strange[0]} and {len(strange) - 1} more"))
     user = dict(objects.user)
@@ -89,6 +87,16 @@ def open_dcp(path: Path) -> Source:
         files=_files(path, meta),
         left_out=left_out,
     )
+
+
+def _nameless(
+    homes: Mapping[Spec, str], objects: _Objects, groups: Sequence[Mapping[str, Any]], weights: set[str]
+) -> list[str]:
+    """What the optimizer has of parameters that are none of the `weights`."""
+    states = [key for spec, key in homes.items() if spec.is_state and spec.name not in weights]
+    numbers = [f"state {name}" for name in objects.numbers if name not in weights]
+    members = [f"parameter {name}" for group in groups for name in _strangers(group, weights)]
+    return states + numbers + members
 
 
 def _files(path: Path, meta: Metadata) -> tuple[StoredFile, ...]:

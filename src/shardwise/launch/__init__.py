@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.launch.devices import count_gpus
-    from shardwise.launch.environment import rank_environment
+    from shardwise.launch.environment import Attempt, rank_environment
     from shardwise.launch.job import Job
     from shardwise.launch.port import listen
     from shardwise.launch.signals import StopRequest
     from shardwise.launch.supervise import supervise
 
-__all__ = ["Job", "StopRequest", "count_gpus", "listen", "rank_environment", "supervise"]
+__all__ = ["Attempt", "Job", "StopRequest", "count_gpus", "listen", "rank_environment", "supervise"]
 
 _HOMES = {
+    "Attempt": "shardwise.launch.environment",
     "Job": "shardwise.launch.job",
     "StopRequest": "shardwise.launch.signals",
     "count_gpus": "shardwise.launch.devices",

@@ -24,7 +24,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from shardwise.launch.echo import Echo
-from shardwise.launch.environment import rank_environment
+from shardwise.launch.environment import Attempt, rank_environment
 from shardwise.launch.folder import Folder
 from shardwise.launch.job import Job
 from shardwise.launch.outcome import Outcome
@@ -97,17 +97,20 @@ class Agent(SimpleElasticAgent):
         return pids
 
     def _environment(self, rank: int, error_file: str) -> dict[str, str]:
+        attempt = Attempt(
+            ADDRESS,
+            self._launcher_store.port,
+            self.attempt,
+            self._job.max_restarts,
+            self._worker_group.spec.rdzv_handler.get_run_id(),
+        )
         settings = rank_environment(
-            rank=rank,
-            nproc=self._job.nproc,
-            address=ADDRESS,
-            port=self._launcher_store.port,
-            inherited=os.environ,
+            rank,
+            self._job.nproc,
+            attempt,
+            os.environ,
             threads=self._job.threads,
             on_cpu=self._on_cpu,
-            attempt=self.attempt,
-            max_restarts=self._job.max_restarts,
-            run_id=self._worker_group.spec.rdzv_handler.get_run_id(),
             error_file=error_file,
         )
         return settings | {"SHARDWISE_LAUNCHER_PID": str(os.getpid())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 # [Note: glibc and large blocks]
 # glibc serves large blocks by mmap, which returns them to the system when freed, but raises the
@@ -18,18 +19,25 @@ MALLOC_SETTINGS = {
 }
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all ranks: where they meet, and the how-manieth it is of how many restarts."""
+
+    address: str
+    port: int | str
+    number: int = 0
+    max_restarts: int = 0
+    run_id: str = "shardwise"
+
+
 def rank_environment(
-    *,
     rank: int,
     nproc: int,
-    address: str,
-    port: int | str,
+    attempt: Attempt,
     inherited: Mapping[str, str],
+    *,
     threads: int | None = None,
     on_cpu: bool = True,
-    attempt: int = 0,
-    max_restarts: int = 0,
-    run_id: str = "shardwise",
     error_file: str = "",
 ) -> dict[str, str]:
     """What rank `rank` of `nproc` gets on top of the `inherited` environment.
@@ -47,11 +55,11 @@ def rank_environment(
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
+        "MASTER_ADDR": attempt.address,
+        "MASTER_PORT": str(attempt.port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt.number),
+        "TORCHELASTIC_MAX_RESTARTS": str(attempt.max_restarts),
+        "TORCHELASTIC_RUN_ID": attempt.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": error_file,
     }

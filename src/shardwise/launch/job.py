@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import ConfigError, LaunchError, nearest
-from shardwise.launch.environment import rank_environment
+from shardwise.launch.environment import Attempt, rank_environment
 from shardwise.launch.port import ADDRESS
 
 
@@ -51,18 +51,9 @@ class Job:
 
 def describe(job: Job, on_cpu: bool) -> str:
     """The command of the ranks and the environment of each, as text: what a dry run prints."""
+    first = Attempt(ADDRESS, job.port or "<a free port>", max_restarts=job.max_restarts)
     environments = [
-        rank_environment(
-            rank=rank,
-            nproc=job.nproc,
-            address=ADDRESS,
-            port=job.port or "<a free port>",
-            inherited=os.environ,
-            threads=job.threads,
-            on_cpu=on_cpu,
-            max_restarts=job.max_restarts,
-            error_file="<a file>",
-        )
+        rank_environment(rank, job.nproc, first, os.environ, threads=job.threads, on_cpu=on_cpu, error_file="<a file>")
         for rank in range(job.nproc)
     ]
     common = set.intersection(*(set(environment.items()) for environment in environments))

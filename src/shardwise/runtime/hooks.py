@@ -258,9 +258,10 @@ class Hooks:
         for index, param in enumerate(flat.params):
 
             def arrived(param: Tensor, index: int = index) -> None:
-                with torch._C.DisableTorchFunctionSubclass():
-                    grad = param.grad
-                    param.grad = None
+                if flat.is_resting:
+                    grad = _taken_at_rest(param)
+                else:
+                    grad, param.grad = param.grad, None
                 if grad is None:
                     return
                 if grad.requires_grad:
@@ -322,6 +323,13 @@ class Hooks:
             use.call = None
             use.recomputed.clear()
             use.sent_back.clear()
+
+
+def _taken_at_rest(param: Tensor) -> Tensor | None:
+    """The gradient that autograd has put there; to read `param.grad` means another one then."""
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, param.grad = param.grad, None
+        return grad
 
 
 def in_backward() -> bool:
