@@ -3,12 +3,15 @@
 A checkpoint is data from somewhere else, and may be damaged or made to do harm. So the names in it are plain, its files
 are regular and lie in its own folder, and its JSON is small, shallow and says everything once. Whatever is not so
 is refused with a `CheckpointError` before anything of it is used.
+
+Names in our own checkpoints are stricter (`is_portable_name`), and no link is followed there (`read_own_text`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,10 +20,17 @@ from shardwise.errors import CheckpointError
 
 MAX_JSON_BYTES = 10**8
 """As much as the safetensors library takes for the head of a file."""
-MAX_JSON_DEPTH = 64
+MAX_JSON_DEPTH = 100
+"""Lists and objects within each other."""
 MAX_NAME_CHARS = 4096
 HUB_LINKS, HUB_FILES = "snapshots", "blobs"
 """The cache of huggingface_hub: `snapshots/REVISION/` has links to files in `blobs/`, its neighbour."""
+_PORTABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_OPENING = frozenset(b"[{")
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+# -- names ------------------------------------------------------------------------------------------------
 
 
 def is_plain_name(name: object) -> bool:
@@ -31,6 +41,11 @@ def is_plain_name(name: object) -> bool:
         and name not in (".", "..")
         and not any(char in "/\\\0" or 0xD800 <= ord(char) < 0xE000 for char in name)
     )
+
+
+def is_portable_name(name: str) -> bool:
+    """Whether `name` is also one that means the same on any system, and hides nothing."""
+    return _PORTABLE_NAME.fullmatch(name) is not None
 
 
 def inside(folder: Path, name: object) -> Path:
@@ -58,6 +73,9 @@ def inside(folder: Path, name: object) -> Path:
             f"if it belongs to it."
         )
     return path
+
+
+# -- files ------------------------------------------------------------------------------------------------
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -126,37 +144,80 @@ def fill_exactly(file: BinaryIO, start: int, into: memoryview, path: Path) -> No
 
 def read_text(path: Path, max_bytes: int = 2**16) -> str:
     """The short text in the regular file `path`, without what is blank around it."""
+    return as_text(read_regular(path, max_bytes), path).strip()
+
+
+def read_own_text(path: Path, max_bytes: int) -> str:
+    """All of a small file of our own, which is regular and no link.
+
+    Raises `CheckpointError` if it is larger or no text, and `OSError` as the system does.
+    """
+    with os.fdopen(regular_descriptor(path, follows_links=False), "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise CheckpointError(f"{path} has more than {max_bytes} bytes, which is more than it can mean.")
+    return as_text(content, path)
+
+
+def as_text(content: bytes, name: Path | str) -> str:
     try:
-        return read_regular(path, max_bytes).decode().strip()
+        return content.decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is not text: {error}") from error
+        raise CheckpointError(f"{name} cannot be read: it is not text, {error}.") from error
+
+
+# -- JSON -------------------------------------------------------------------------------------------------
 
 
 def read_json(
     path: Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_JSON_DEPTH, lenient: bool = False
 ) -> dict[str, Any]:
-    """The JSON object in the regular file `path`; see `parse_json`."""
-    return parse_json(read_regular(path, max_bytes), path, max_depth=max_depth, lenient=lenient)
+    """The JSON object in the regular file `path`; see `parse_object`."""
+    return parse_object(read_regular(path, max_bytes), path, max_depth=max_depth, lenient=lenient)
 
 
-def parse_json(content: bytes, path: Path, *, max_depth: int = MAX_JSON_DEPTH, lenient: bool = False) -> dict[str, Any]:
-    """`content`, of the file `path`, as a JSON object.
+def parse_object(
+    content: bytes, name: Path | str, *, max_depth: int = MAX_JSON_DEPTH, lenient: bool = False
+) -> dict[str, Any]:
+    """`content` as a JSON object. Raises `CheckpointError` as `parse_json` does, for text that is not Unicode, and for
+    any other value."""
+    value = parse_json(as_text(content, name), name, max_depth=max_depth, lenient=lenient)
+    if b"\\u" in content:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise _no_json(name, error) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{name} cannot be read: it holds a JSON {type(value).__name__} instead of an object.")
+    return value
 
-    Raises `CheckpointError` for what is not JSON, is nested deeper than `max_depth`, or has text that is not Unicode;
-    and unless it is `lenient`, as files are that people write, for a key that is there twice, for NaN and infinity.
+
+def parse_json(text: str, name: Path | str, *, max_depth: int = MAX_JSON_DEPTH, lenient: bool = True) -> Any:
+    """The value that `text` has as JSON. Raises `CheckpointError`, naming `name`, for what is none, or too deep.
+
+    Unless it is `lenient`, as with files that people write, NaN, infinity and a key that is there twice are refused.
     """
+    if nests_deeper(text.encode(errors="surrogatepass"), max_depth):
+        raise CheckpointError(f"{name} cannot be read: it nests more than {max_depth} lists and objects.")
     strictly: dict[str, Any] = {} if lenient else {"object_pairs_hook": _once, "parse_constant": _no_number}
     try:
-        value = json.loads(content.decode(), **strictly)
-        if b"\\u" in content:
-            json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        why = "it is nested too deep" if isinstance(error, RecursionError) else _short(str(error), quote=False)
-        raise CheckpointError(f"{path} cannot be read as JSON: {why}.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} cannot be read: it holds a JSON {type(value).__name__} instead of an object.")
-    _check_depth(value, path, max_depth)
-    return value
+        return json.loads(text, **strictly)
+    except ValueError as error:
+        raise _no_json(name, error) from error
+
+
+def nests_deeper(text: bytes, limit: int) -> bool:
+    """Whether brackets nest deeper outside of strings, found without parsing: a parser would recurse."""
+    depth = 0
+    for bracket in _STRING.sub(b"", text).translate(None, _NOT_BRACKETS):
+        depth += 1 if bracket in _OPENING else -1
+        if depth > limit:
+            return True
+    return False
+
+
+def _no_json(name: Path | str, error: ValueError) -> CheckpointError:
+    return CheckpointError(f"{name} cannot be read as JSON: {_short(str(error), quote=False)}.")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -170,16 +231,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(word: str) -> Any:
     raise ValueError(f"{word} is not a number in JSON")
-
-
-def _check_depth(value: object, path: Path, max_depth: int) -> None:
-    level = [value]
-    for _ in range(max_depth):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [child for children in inner for child in children if isinstance(child, dict | list)]
-        if not level:
-            return
-    raise CheckpointError(f"{path} cannot be read: its JSON is nested deeper than {max_depth}.")
 
 
 def _short(value: object, *, quote: bool = True) -> str:

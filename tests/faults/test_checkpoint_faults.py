@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import warm
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
 
 from launched import launch
@@ -26,7 +28,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 def test_faults_of_one_process(tmp_path: Path) -> None:
     """See the scenarios; they share a process because importing torch takes longer than they do."""
     scenarios = ["killed", "full", "read_only", "two_jobs", "end_without_closing"]
-    done = run(sys.executable, str(SCRIPT), str(tmp_path), *scenarios)
+    done = run(warm.python(), str(SCRIPT), str(tmp_path), *scenarios)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == scenarios
 

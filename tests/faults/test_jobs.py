@@ -6,11 +6,12 @@ import ast
 import os
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+import warm
 
 TRAIN = Path(__file__).with_name("train.py")
 # What was measured is a tenth of it (docs/faults.md); tests share their machine with other work.
@@ -29,7 +30,7 @@ def run_plainly(num_ranks: int, fault: str, out: Path) -> list[int]:
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(TRAIN), fault, str(out)],
+            [warm.python(), str(TRAIN), fault, str(out)],
             env={**os.environ, **common, "RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -45,13 +46,13 @@ def run_plainly(num_ranks: int, fault: str, out: Path) -> list[int]:
 
 
 def launch(num_ranks: int, fault: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardwise", "launch", "--nproc", str(num_ranks), *options]
+    command = [warm.python(), "-m", "shardwise", "launch", "--nproc", str(num_ranks), *options]
     return subprocess.run(
         [*command, str(TRAIN), fault, str(out)],
         capture_output=True,
         text=True,
         timeout=110,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"},
         check=False,
     )
 
@@ -99,7 +100,7 @@ def test_twenty_worlds_leave_nothing_behind(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     rounds = Path(__file__).with_name("rounds.py")
-    ranks = [subprocess.Popen([sys.executable, str(rounds), str(rank), str(port), str(tmp_path)]) for rank in range(2)]
+    ranks = [subprocess.Popen([warm.python(), str(rounds), str(rank), str(port), str(tmp_path)]) for rank in range(2)]
     assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
     for rank in range(2):
         counts = ast.literal_eval((tmp_path / f"counts-{rank}").read_text())

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-LAUNCH = [sys.executable, "-m", "shardwise", "launch"]
+import warm
 
 
 def launch(script: Path, num_ranks: int, *args: str, timeout_seconds: float = 90) -> subprocess.CompletedProcess[str]:
-    """`shardwise launch` of `script`, to its end."""
+    """`shardwise launch` of `script`, to its end; launcher and ranks are forks of a process that has imported torch."""
     return subprocess.run(
-        [*LAUNCH, "--nproc", str(num_ranks), str(script), *args],
+        [warm.python(), "-m", "shardwise", "launch", "--nproc", str(num_ranks), str(script), *args],
         capture_output=True,
         text=True,
         timeout=timeout_seconds,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from launched import launch
+
+import warm
 
 RACE = Path(__file__).with_name("race.py")
 
@@ -61,12 +64,9 @@ def test_a_rank_that_fails_ends_the_job(what: str, words: str, code: int, tmp_pa
 
 
 def test_a_world_of_one_needs_no_launcher(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     script = tmp_path / "train.py"
     script.write_text(FAILS.format(what="pass").replace("range(1000)", "range(3)"))
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([warm.python(), str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -14,28 +13,17 @@ import textwrap
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-DRIVER = """
-import argparse, sys
-from shardwise.cli import launch
-from shardwise.errors import ShardwiseError
-parser = argparse.ArgumentParser()
-launch.add_arguments(parser)
-try:
-    sys.exit(launch.run(parser.parse_args()))
-except ShardwiseError as error:
-    print(f"shardwise: {error}", file=sys.stderr)
-    sys.exit(2)
-"""
+import warm
 
 
-def launch_command() -> list[str]:
-    if importlib.util.find_spec("shardwise.__main__"):
-        return [sys.executable, "-m", "shardwise", "launch"]
-    return [sys.executable, "-c", DRIVER]
+def command(*, is_warm: bool) -> list[str]:
+    """The launcher imports torch, which takes two seconds; a fork of a process that has done so acts the same."""
+    return [warm.python() if is_warm else sys.executable, "-m", "shardwise", "launch"]
 
 
 class Bench:
@@ -49,21 +37,25 @@ class Bench:
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         (self.path / name).write_text(textwrap.dedent(text))
 
-    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*launch_command(), *arguments],
-            cwd=self.path,
-            env=os.environ | {"TMPDIR": str(self.path)} | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    def start(
+        self, *arguments: str, is_warm: bool = True, ignored: tuple[signal.Signals, ...] = (), **variables: str
+    ) -> subprocess.Popen[str]:
+        """A launcher in a session of its own, which inherits the signals `ignored` as ignored, and no others."""
+        with inherited({number: number in ignored for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}):
+            process = subprocess.Popen(
+                [*command(is_warm=is_warm), *arguments],
+                cwd=self.path,
+                env=os.environ | {"TMPDIR": str(self.path)} | variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         self.started.append(process)
         return process
 
-    def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **variables)
+    def run(self, *arguments: str, is_warm: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, is_warm=is_warm, **variables)
         out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -80,6 +72,23 @@ class Bench:
                 process.kill()
             process.stdout = None if process.stdout is None or process.stdout.closed else process.stdout
             process.communicate()
+
+
+@contextmanager
+def inherited(ignored: dict[signal.Signals, bool]) -> Iterator[None]:
+    """Processes started inside inherit these signals as ignored or not, whatever this one has inherited itself.
+
+    Tests may be started by nohup, or in the background of a shell that ignores Ctrl-C there.
+    """
+    before = {
+        number: signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+        for number, is_ignored in ignored.items()
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -126,7 +135,8 @@ class TestSuccess:
             """,
         )
         bench.write("code/helper.py", "")
-        result = bench.run("--nproc", "2", "--threads", "3", "code/show.py", "--lr", "1", "--", "-m", "--nproc", "9")
+        options = ("--nproc", "2", "--threads", "3")
+        result = bench.run(*options, "code/show.py", "--lr", "1", "--", "-m", "--nproc", "9", is_warm=False)
         assert (result.returncode, result.stderr) == (0, "")
         ranks = sorted(map(json.loads, result.stdout.splitlines()), key=lambda rank: rank["env"]["RANK"])
         assert [rank["env"]["RANK"] for rank in ranks] == ["0", "1"]
@@ -163,7 +173,7 @@ class TestSuccess:
 
     def test_ranks_go_on_when_nobody_reads_what_is_shown(self, bench: Bench) -> None:
         bench.write("train.py", "print('a line', flush=True)\nopen('done', 'w').close()")
-        launcher = bench.start("--log-dir", "logs", "train.py")
+        launcher = bench.start("--log-dir", "logs", "train.py", is_warm=False)
         assert launcher.stdout is not None
         launcher.stdout.close()
         assert launcher.wait(timeout=60) == 0
@@ -183,7 +193,7 @@ class TestSuccess:
             dist.destroy_process_group()
             """,
         )
-        result = bench.run("--nproc", "2", "sum.py")
+        result = bench.run("--nproc", "2", "sum.py", **warm.RANKS_TOO)
         assert (result.returncode, result.stdout.split(), result.stderr) == (0, ["2.0", "2.0"], "")
 
 
@@ -423,7 +433,7 @@ class TestFailure:
             dist.destroy_process_group()
             """,
         )
-        result = bench.run("--nproc", "2", "--max-restarts", "2", "train.py", group)
+        result = bench.run("--nproc", "2", "--max-restarts", "2", "train.py", group, **warm.RANKS_TOO)
         assert result.returncode == 0, result.stderr
         assert sorted(result.stdout.splitlines()) == [f"{n} finished attempt 1 with 4.0" for n in (0, 1)]
         # gloo's threads abort at times when a process ends without destroying its group
@@ -470,6 +480,19 @@ class TestSignals:
         assert out == f"saved after {passed.name}\n" * 2
         assert f"ended by {number.name}; 2 of 2 ranks ended by themselves." in err
         assert "Traceback" not in err
+
+    def test_what_a_shell_ignores_for_it(self, bench: Bench) -> None:
+        """Under nohup a closed terminal changes nothing. In the background of a script Ctrl-C is ignored at first, and
+        yet whoever sends it to the launcher means it."""
+        bench.write("train.py", SAVES)
+        launcher = bench.start("--nproc", "2", "train.py", is_warm=False, ignored=(signal.SIGINT, signal.SIGHUP))
+        bench.wait_for("pid0", "pid1")
+        launcher.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGINT)
+        out, err = launcher.communicate(timeout=20)
+        assert (launcher.returncode, out) == (130, "saved after SIGINT\n" * 2), err
 
     def test_ranks_that_know_nothing_of_signals_end_too(self, bench: Bench) -> None:
         bench.write("train.py", READY + "\n    ready()\n    time.sleep(60)")
@@ -541,7 +564,7 @@ class TestSignals:
 
     def test_no_orphans_when_the_launcher_is_killed(self, bench: Bench) -> None:
         bench.write("train.py", READY + "\n    ready()\n    time.sleep(60)")
-        launcher = bench.start("--nproc", "2", "train.py")
+        launcher = bench.start("--nproc", "2", "train.py", is_warm=False)
         bench.wait_for("pid0", "pid1")
         pids = [bench.pid("pid0"), bench.pid("pid1")]
         assert all(map(is_alive, pids))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import warm
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.monitor import Record, read_record
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.slow
 
 
 def command(out: Path, *more: str, nproc: int = 2) -> list[str]:
-    launcher = [sys.executable, "-m", "shardwise", "launch", "--nproc", str(nproc)]
+    launcher = [warm.python(), "-m", "shardwise", "launch", "--nproc", str(nproc)]
     return [*launcher, str(SCRIPT), "--out", str(out), *TINY, *more]
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    return {**os.environ, **warm.RANKS_TOO, "PYTHONPATH": str(REPOSITORY / "src")}
 
 
 def run(out: Path, *more: str, nproc: int = 2) -> subprocess.CompletedProcess[str]:

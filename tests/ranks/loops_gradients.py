@@ -630,6 +630,15 @@ def optimizer_made_later(loop: Loop) -> Any:
     loop.optimizer.zero_grad()
 
 
+@action(OPTIM, "an optimizer that is made after `shard`, with `fused=True`")
+def fused_made_later(loop: Loop) -> Any:
+    later = torch.optim.AdamW(loop.model.parameters(), lr=0.01, eps=1e-2, fused=True)
+    loop.backward()
+    later.step()
+    later.zero_grad()
+    loop.optimizer.zero_grad()
+
+
 @action(OPTIM, '`optimizer.state[p]["momentum_buffer"]` read')
 def state_read(loop: Loop) -> Any:
     loop.backward()
@@ -688,9 +697,56 @@ def step_hooks(loop: Loop) -> Any:
     return seen
 
 
+@action(OPTIM, "`optimizer.state.values()`: norms of all moments")
+def states_walked(loop: Loop) -> Any:
+    norms = [entry["momentum_buffer"].norm().item() for entry in loop.optimizer.state.values()]
+    loop.backward()
+    loop.update()
+    return norms
+
+
+@action(OPTIM, "`optimizer.register_step_pre_hook` and `post_hook` that read `p` and `p.grad` by `param_groups`")
+def step_hooks_read(loop: Loop) -> Any:
+    seen: list[Any] = []
+
+    def read(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        seen.append([(p.detach().norm().item(), None if p.grad is None else p.grad.norm().item()) for p in params])
+
+    handles = [loop.optimizer.register_step_pre_hook(read), loop.optimizer.register_step_post_hook(read)]
+    loop.backward()
+    loop.update()
+    for handle in handles:
+        handle.remove()
+    return [[list(pair) for pair in one] for one in seen]
+
+
 @action(OPTIM, '`optimizer.param_groups[i]["params"]` read: weights by group')
 def params_by_groups(loop: Loop) -> Any:
     return [p.detach().clone() for group in loop.optimizer.param_groups for p in group["params"]]
+
+
+@action(OPTIM, "`p.numel()`, `p.shape` of `optimizer.param_groups`, to count")
+def counted_by_groups(loop: Loop) -> Any:
+    return [(p.numel(), list(p.shape)) for group in loop.optimizer.param_groups for p in group["params"]]
+
+
+@action(OPTIM, "`p is q` for `optimizer.param_groups` and `model.named_parameters()`: names by group")
+def names_by_groups(loop: Loop) -> Any:
+    names = {p: name for name, p in loop.model.named_parameters()}
+    return [names.get(p) for group in loop.optimizer.param_groups for p in group["params"]]
+
+
+@action(OPTIM, "`p.mul_(0.9)` for every parameter of `optimizer.param_groups`: decay by hand")
+def written_by_groups(loop: Loop) -> Any:
+    loop.backward()
+    with torch.no_grad():
+        for group in loop.optimizer.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+    loop.update()
 
 
 @action(OPTIM, "`copy.deepcopy(optimizer)`")

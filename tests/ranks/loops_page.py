@@ -22,9 +22,17 @@ gradient inside of a hook, `torch.autograd.grad`) is its own, and the mean over 
 refusal nothing has changed, and training can go on, unless it says otherwise. All ranks do the same things in the same
 order: reading a parameter or its `grad` is collective, and so is `model.state_dict()`.
 
+One thing is seen only while a pass is recorded, which is the first and each that differs from it: a forward that writes
+to a parameter through `.data`. Torch counts no such write, and to look for it would cost something in every pass. Where
+parameters are gathered it is lost; as any other write of a forward it is refused where it is seen.
+
+{open}This page is written by `tests/ranks/loops_page.py`, from the table that the test goes by.
+"""
+
+
+NOT_YET = """\
 A line with **not yet** does not keep this promise so far, and says how; its test fails as soon as it does.
 
-This page is written by `tests/ranks/loops_page.py`, from the table that the test goes by.
 """
 
 
@@ -32,7 +40,7 @@ def page() -> str:
     groups: dict[str, list[Action]] = {}
     for one in ACTIONS.values():
         groups.setdefault(one.group, []).append(one)
-    parts = [HEAD]
+    parts = [HEAD.replace("{open}", NOT_YET if OPEN else "")]
     for group, actions in groups.items():
         rows = [f"| {_cell(one.about)} | {_verdict(one.name)} |" for one in actions]
         parts.append("\n".join([f"## {group}", "", "| what the loop does | here |", "|---|---|", *rows, ""]))

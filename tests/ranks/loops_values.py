@@ -214,6 +214,12 @@ def data_scaled(loop: Loop) -> Any:
         p.data.mul_(0.9)
 
 
+@action(WRITE, "`p.data.apply_(function)`")
+def data_applied(loop: Loop) -> Any:
+    for p in loop.model.parameters():
+        p.data.apply_(lambda value: 0.9 * value)
+
+
 @action(WRITE, "`p.data = tensor`")
 def data_assigned(loop: Loop) -> Any:
     loop.model.head.weight.data = torch.full((VOCAB, WIDTH), 0.05)

@@ -30,13 +30,10 @@ REFUSED: dict[str, str] = {
     "func_grad": "inside a torch.func transform",
     "second_engine": "is sharded by an engine already",
     "two_over_the_same": "is in two of the optimizers",
-    "grad_scaler": "A GradScaler finds none either",
-    "grad_scaler_clips": "A GradScaler finds none either",
-    "grad_scaler_skips": "A GradScaler finds none either",
-    "grad_by_param_groups": "this rank's pieces of the model's",
-    "clip_by_param_groups": "this rank's pieces of the model's",
     "state_read": "kept by this rank's piece of it",
     "state_written": "kept by this rank's piece of it",
+    "states_walked": "kept by this rank's piece of each parameter",
+    "optimizer_copied": "kept by this rank's piece of each parameter",
     "weight_norm_later": "Creating a Parameter from an instance",
     "tied_later": "was assigned to a model that is sharded",
     "param_replaced": "was assigned to a model that is sharded",
@@ -57,9 +54,7 @@ REFUSED_WHERE_SHARDED: dict[str, str] = {
 }
 """What is refused only where parameters are sharded between computations, so that all ranks are needed: `zero3`."""
 
-OPEN: dict[str, str] = {
-    "params_by_groups": "the groups of the optimizer hold this rank's pieces, which are flat",
-}
+OPEN: dict[str, str] = {}
 """What does not yet keep the promise, and how. A test fails as soon as one of them does."""
 
 

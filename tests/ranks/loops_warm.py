@@ -4,3 +4,7 @@ from __future__ import annotations
 
 import loops_cells  # noqa: F401
 import torch._dynamo  # noqa: F401  # a first backward under hooks imports it, which takes seconds
+
+import shardwise as sw
+
+sw.shard  # noqa: B018  # imports the engine, which takes as long as five actions

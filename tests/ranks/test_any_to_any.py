@@ -48,9 +48,18 @@ def on_ranks(num_ranks: int, plan: dict[str, Any], work: Callable[[sw.Engine], A
 
 
 def whole(engine: sw.Engine) -> Tensors:
-    names = [name for name, _ in engine.module.named_parameters()]
-    kinds = ("param", "exp_avg", "exp_avg_sq")
-    return {(name, what): engine.get(name, what) for name in names for what in kinds}
+    """Parameters, and moments under the names of theirs."""
+    params = dict(engine.module.named_parameters())
+    values = engine.state_dict()
+    moments = engine.optimizer_state_dict()["state"]
+    groups = engine._works.require_optimizer().groups
+    names = {param: name for name, param in params.items()}
+    numbered = enumerate(names[param] for group in groups for param in group["params"])
+    found: Tensors = {(name, "param"): values[name] for name in params}
+    for number, name in numbered:
+        for what in ("exp_avg", "exp_avg_sq"):
+            found[name, what] = moments.get(number, {}).get(what)
+    return found
 
 
 def damage(path: Path) -> None:

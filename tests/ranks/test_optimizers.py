@@ -519,3 +519,26 @@ def test_in_half_precision(name: str, model: Transformer) -> None:
 
     replicas = [copy.deepcopy(model) for _ in range(2)]
     run_ranks(2, work)
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
+def test_its_own_state_dict_is_whole_and_loads(state_dtype: Any) -> None:
+    """As that of torch's AdamW is: on every rank, in fp32."""
+    start = nn.Linear(6, 5)
+
+    def rank(world: sw.World) -> dict[str, Any]:
+        model = copy.deepcopy(start)
+        optimizer = AdamW(model.parameters(), state_dtype=state_dtype)
+        engine = sw.shard(model, "zero3", optimizer=optimizer, world=world)
+        engine.backward(engine(torch.ones(2, 6)).sum())
+        engine.step()
+        kept = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(kept)
+        again = optimizer.state_dict()
+        for number, state in kept["state"].items():
+            assert all(torch.equal(value, again["state"][number][key]) for key, value in state.items())
+        return kept
+
+    for state in run_ranks(2, rank):
+        assert {number: one["exp_avg"].shape for number, one in state["state"].items()} == {0: (5, 6), 1: (5,)}
+        assert state["state"][0]["exp_avg_sq"].dtype == torch.float32

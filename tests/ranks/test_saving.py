@@ -150,10 +150,10 @@ def test_a_change_by_hand_before_the_copy_is_refused(tmp_path: Path, late: threa
         late.clear()
         engine.world.barrier()
         engine.save(tmp_path, wait=False)
-        optimizer = engine._works.require_optimizer().members[0]
-        shard = next(param for param in optimizer.param_groups[0]["params"] if param.numel())
+        optimizer = engine._works.require_optimizer()
+        piece = next(piece for piece in optimizer.pieces if piece.span.numel)
         with torch.no_grad():
-            (shard if what == "shard" else optimizer.state[shard]["exp_avg"]).mul_(2)
+            (piece.tensor if what == "shard" else optimizer.state_of(piece)["exp_avg"]).mul_(2)
         late.set()
         with pytest.raises(CheckpointError) as caught:
             engine.wait_for_save()

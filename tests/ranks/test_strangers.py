@@ -22,9 +22,9 @@ from torch import nn
 from twins import adamw, work_on_ranks
 
 import shardwise as sw
-from shardwise.checkpoint.plain import parse_json
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError
+from shardwise.safe_files import parse_json
 from shardwise.state import content
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors")

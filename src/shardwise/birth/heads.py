@@ -17,7 +17,7 @@ import torch
 
 from shardwise.errors import CheckpointError
 from shardwise.placement import Span
-from shardwise.safe_files import MAX_JSON_BYTES, fill_exactly, open_regular, parse_json, read_exactly
+from shardwise.safe_files import MAX_JSON_BYTES, fill_exactly, open_regular, parse_object, read_exactly
 
 MAX_DEPTH = 4
 METADATA = "__metadata__"
@@ -83,7 +83,7 @@ def read_head(path: Path) -> dict[str, Stored]:
         content = read_exactly(file, 8, length, path)
     if not content.startswith(b"{"):
         raise CheckpointError(_odd(path, "its header does not begin with {"))
-    entries = parse_json(content, path, max_depth=MAX_DEPTH)
+    entries = parse_object(content, path, max_depth=MAX_DEPTH)
     notes = entries.pop(METADATA, {})
     if not isinstance(notes, dict) or not all(isinstance(text, str) for text in notes.values()):
         raise CheckpointError(_odd(path, f"its {METADATA} is no table of texts"))

@@ -17,10 +17,19 @@ import numpy as np
 import torch
 
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.safe_files import MAX_JSON_DEPTH, nests_deeper
 
 MAX_DIMS = 64
 """Of a tensor or an array; numpy has no more."""
+MAX_DEPTH = MAX_JSON_DEPTH - 10
+"""Lists and dicts within each other: an index has them a few levels down."""
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSUVMm]\d{1,9}(\[\w{1,9}\])?")
+
+
+def check_depth(text: bytes, what: str) -> None:
+    """Raise `ConfigError` for JSON that would not be read again."""
+    if nests_deeper(text, MAX_DEPTH):
+        raise ConfigError(f"{what} nests more than {MAX_DEPTH} lists and dicts, which a checkpoint cannot keep.")
 
 
 def encode(value: Any, where: str = "state") -> Any:

@@ -172,7 +172,7 @@ def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mappi
 
 
 def _groups(optimizer: AdoptedOptimizer) -> list[dict[str, Any]]:
-    names: dict[Tensor, str] = {piece.tensor: piece.name for piece in optimizer.pieces}
+    names: dict[Tensor, str] = {piece.param: piece.name for piece in optimizer.pieces}
     return [
         {"params": [names[param] for param in group["params"] if param in names], **_settings(group)}
         for group in optimizer.groups

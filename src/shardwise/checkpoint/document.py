@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.codec import decode, encode
-from shardwise.checkpoint.plain import as_text, parse_json
 from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.schema import RANK
 from shardwise.errors import CheckpointError
+from shardwise.safe_files import as_text, parse_json
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import Any
 
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.keep import Keep
-from shardwise.checkpoint.plain import read_text
 from shardwise.checkpoint.schema import read_index
 from shardwise.checkpoint.write import flush, note_path, write_text
 from shardwise.errors import CheckpointError
+from shardwise.safe_files import read_own_text
 from shardwise.units import format_bytes
 
 LATEST = "latest"
@@ -67,7 +67,7 @@ def newest(folder: Path) -> Path | None:
         return folder
     found = checkpoints_in(folder)
     try:
-        named = read_text(folder / LATEST, MAX_NAME_BYTES).strip()
+        named = read_own_text(folder / LATEST, MAX_NAME_BYTES).strip()
     except (FileNotFoundError, NotADirectoryError):
         return _no_link(found[max(found)]) if found else None
     except OSError as error:

@@ -15,13 +15,14 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from shardwise.checkpoint.plain import MAX_JSON_BYTES, parse_json, read_text
 from shardwise.errors import CheckpointError
+from shardwise.safe_files import parse_json, read_own_text
 
 FORMAT = 4
 READABLE = (2, 3, 4)
 """In format 2 there were no narrow chunks; before 4 nobody said which optimizer it was."""
 INDEX = "index.json"
+MAX_INDEX_BYTES = 2**30
 LEAST_BLOCK_BYTES = 2**16
 MOST_BLOCKS = 64
 
@@ -114,7 +115,7 @@ def read_body(folder: Path) -> dict[str, Any]:
     """
     path = folder / INDEX
     try:
-        raw = parse_json(read_text(path, MAX_JSON_BYTES), str(path))
+        raw = parse_json(read_own_text(path, MAX_INDEX_BYTES), path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {INDEX}.") from error
     except OSError as error:

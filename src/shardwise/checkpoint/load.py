@@ -311,7 +311,7 @@ def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -
     """Each piece's states: those that were read before as they are, the others in the memory they have if it fits."""
     groups = {param: group for group in optimizer.groups for param in group["params"]}
     for states in recipe.states:
-        piece, group = states.piece, groups[states.piece.tensor]
+        piece, group = states.piece, groups[states.piece.param]
         device = piece.tensor.device
         given: dict[str, Any] = {}
         had = optimizer.state_of(piece) if optimizer.takes_states_as_they_are else {}

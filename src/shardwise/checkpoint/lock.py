@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.checkpoint.plain import read_text
 from shardwise.errors import CheckpointError
+from shardwise.safe_files import read_own_text
 
 LOCK = ".lock"
 MAX_LOCK_BYTES = 4096
@@ -109,7 +109,7 @@ class FolderLock:
     def _holder(self) -> Holder | None:
         """Whoever the file names; nobody if it is not there or was cut off by a crash."""
         try:
-            said = json.loads(read_text(self._path, MAX_LOCK_BYTES))
+            said = json.loads(read_own_text(self._path, MAX_LOCK_BYTES))
             return Holder(str(said["host"]), int(said["pid"]), float(said["began"]))
         except FileNotFoundError:
             return None

@@ -20,10 +20,9 @@ import torch
 from shardwise.checkpoint.codec import dtype_of
 from shardwise.checkpoint.image import SAFETENSORS_DTYPES
 from shardwise.checkpoint.index import INDEX, Chunk, File, Index
-from shardwise.checkpoint.plain import as_text, parse_json
 from shardwise.errors import CheckpointError
 from shardwise.placement import Span
-from shardwise.safe_files import regular_descriptor
+from shardwise.safe_files import as_text, parse_json, regular_descriptor
 
 WORDS = {**SAFETENSORS_DTYPES, torch.complex64: "C64"}
 SCRATCH_BYTES = 2**22

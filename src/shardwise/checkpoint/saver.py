@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.codec import encode
+from shardwise.checkpoint.codec import check_depth, encode
 from shardwise.checkpoint.content import Content
 from shardwise.checkpoint.document import as_bytes
 from shardwise.checkpoint.folder import AfterwardsError
@@ -36,7 +36,6 @@ from shardwise.checkpoint.index import Chunk, File, Index
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.checkpoint.notes import Notes, Writer, file_name
-from shardwise.checkpoint.plain import check_depth
 from shardwise.checkpoint.write import Copying, Feed, Snapshot, Stage, leave_refusal, live, staged, write_rank
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError

@@ -18,8 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from shardwise.checkpoint.codec import MAX_DIMS, decode, dtype_of
 from shardwise.checkpoint.index import INDEX, Chunk, File, Index, block_bytes_of, read_body
-from shardwise.checkpoint.plain import is_plain_name
 from shardwise.errors import CheckpointError
+from shardwise.safe_files import is_portable_name
 
 MAX_TENSOR_BYTES = 2**60
 MAX_HEAD_BYTES = 2**30
@@ -92,7 +92,7 @@ def _checked_files(index: Index) -> dict[str, File]:
     files: dict[str, File] = {}
     for number, file in enumerate(index.files):
         where = f"files[{number}]"
-        if not is_plain_name(file.name) or not file.name.endswith(".safetensors"):
+        if not is_portable_name(file.name) or not file.name.endswith(".safetensors"):
             raise _WrongError(f"{where}.name is {file.name[:80]!r}, which is not the plain name of a safetensors file.")
         if file.name in files:
             raise _WrongError(f"{where}.name is {file.name!r}, which is listed twice.")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from shardwise.errors import ConfigError
-from shardwise.optim.cooperative import Cooperative, Params, evaluated
+from shardwise.optim.cooperative import Alone, Cooperative, Params, evaluated
 from shardwise.optim.quantize import SIGNED, UNSIGNED, decode, encode
 from shardwise.program import BLOCK, SMALL_NUMEL, Update, state_of
 
@@ -141,7 +141,9 @@ class AdamW(Cooperative):
         self.state[param] = own
 
     def state_dict(self) -> dict[str, Any]:
-        """States in fp32, as `torch.optim.AdamW` writes them."""
+        """States in fp32, as `torch.optim.AdamW` writes them. Of a sharded model they are whole, and all ranks call."""
+        if not isinstance(self.peers, Alone):
+            return super().state_dict()  # for which the engine answers, in fp32
         states = {number: self.dense_state(param) for number, param, _ in self.members()}
         return {**super().state_dict(), "state": {number: state for number, state in states.items() if state}}
 

@@ -1,27 +1,31 @@
 """The user's own optimizer object, given our pieces to update instead of the model's parameters.
 
-Its groups, hyper-parameters, schedulers and hooks stay as they are, and its groups keep their order: entry i of a
-group is this rank's piece (perhaps empty) of the parameter that was entry i. `optimizer.step()` works as always.
+Its groups, hyper-parameters, schedulers and hooks stay as they are, and its groups keep their order. While it takes a
+step, entry i of a group is this rank's piece (perhaps empty) of the parameter that is entry i between steps: whatever
+a loop does with `optimizer.param_groups` means the model's own parameters. `optimizer.step()` works as always.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.errors import ModelError, StateError
+from shardwise.errors import ModelError
 from shardwise.optim.company import Company
 from shardwise.optim.cooperative import Alone, Cooperative
-from shardwise.optim.piece import Piece, PieceAtRest, pieces_of
+from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
+from shardwise.optim.states import StatesOfPieces
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
+INSTEAD = ("zero_grad", "add_param_group", "state_dict", "load_state_dict", "register_step_pre_hook")
+"""Methods of an adopted optimizer that are its class's own again when it is released."""
 SCALAR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 """Those of torch's optimizers that are one number, whatever the parameter's shape: also for one that is a number."""
 
@@ -47,40 +51,84 @@ class AdoptedOptimizer:
         company: Company,
     ) -> None:
         self.members = tuple(members)
-        by_member = {member: pieces_of(member, flats) for member in members}
-        self.pieces = [piece for pieces in by_member.values() for piece in pieces]
-        self._member_of = {piece.tensor: member for member, pieces in by_member.items() for piece in pieces}
+        self._groups = {member: GroupsOfPieces(member, pieces_of(member, flats)) for member in members}
+        self.pieces = [piece for groups in self._groups.values() for piece in groups.pieces]
+        self._member_of = {piece.tensor: member for member, groups in self._groups.items() for piece in groups.pieces}
+        self._names = {id(piece.param): piece.name for piece in self.pieces}
         self._handles: list[RemovableHandle] = []
         company.meet(self.pieces)
-        for member, pieces in by_member.items():
-            self._adopt(member, pieces, company)
+        for member, groups in self._groups.items():
+            self._adopt(member, groups.pieces, company)
+            self._hook(member, before, after)
             self._handles += [
-                member.register_step_pre_hook(partial(_before_step, partial(before, member))),
-                member.register_step_post_hook(lambda member, *_: after(member)),
                 member.register_load_state_dict_pre_hook(self._cut_state_dict),
                 member.register_load_state_dict_post_hook(self._guard_states),
                 member.register_state_dict_post_hook(lambda member, _: whole(member)),
             ]
-            only = None if len(self.members) == 1 else pieces
-            member.zero_grad = partial(_zero_grad, partial(forget, only))  # type: ignore[method-assign]  # until release
-            member.add_param_group = _refuse_group  # type: ignore[method-assign]  # likewise
+            only = None if len(self.members) == 1 else groups.pieces
+            kind = type(member)
+            instead: dict[str, Callable[..., Any]] = {
+                "zero_grad": partial(_zero_grad, partial(forget, only)),
+                "add_param_group": _refuse_group,
+                "state_dict": partial(self._among_pieces, member, kind.state_dict),
+                "load_state_dict": partial(self._among_pieces, member, kind.load_state_dict),
+            }
+            member.__dict__.update(instead)  # until release
 
     def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece], company: Company) -> None:
-        """Put pieces in the place of parameters, and cut the states that there are."""
-        by_param: dict[Tensor, Piece] = {piece.flat.params[piece.index]: piece for piece in pieces}
+        """Cut the states that there are."""
+        by_param: dict[Tensor, Piece] = {piece.param: piece for piece in pieces}
         kept = {param: _dense(member, param) for param in by_param if member.state.get(param)}
         member.state.clear()
-        for group in member.param_groups:
-            group["params"] = [by_param[param].tensor if param in by_param else param for param in group["params"]]
         if isinstance(member, Cooperative):
             member.peers = company
         for param, entry in kept.items():
             self.put_state(by_param[param], entry)
         self._guard_states(member)
 
+    def _hook(
+        self,
+        member: torch.optim.Optimizer,
+        before: Callable[[torch.optim.Optimizer], None],
+        after: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        """Between our hooks there is nothing but the step itself: hooks of others see the model's parameters."""
+        first = member.register_step_pre_hook(partial(_before_step, partial(before, member)))
+        last = member.register_step_post_hook(lambda member, *_: after(member))
+        hooks_after = member._optimizer_step_post_hooks
+        for other in [number for number in hooks_after if number != last.id]:
+            hooks_after[other] = hooks_after.pop(other)
+        self._handles += [first, last]
+
+        def register(hook: Any) -> RemovableHandle:
+            handle = type(member).register_step_pre_hook(member, hook)
+            hooks_before = member._optimizer_step_pre_hooks
+            hooks_before[first.id] = hooks_before.pop(first.id)
+            return handle
+
+        member.__dict__["register_step_pre_hook"] = register
+
     def _guard_states(self, member: torch.optim.Optimizer) -> None:
-        names = {id(piece.flat.params[piece.index]): piece.name for piece in self.pieces}
-        member.state = StatesOfPieces(names, member.state)
+        member.state = StatesOfPieces(self._names, member.state, self._groups[member])
+
+    @contextmanager
+    def _pieces_listed(self, member: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, `member` is as in a step."""
+        groups = self._groups[member]
+        if groups.lists_pieces:
+            yield
+            return
+        groups.list_pieces()
+        try:
+            yield
+        finally:
+            groups.list_params()
+
+    def _among_pieces(
+        self, member: torch.optim.Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        with self._pieces_listed(member):
+            return method(member, *args, **kwargs)
 
     # -- all of them as one -----------------------------------------------------------------------------
 
@@ -128,23 +176,23 @@ class AdoptedOptimizer:
 
     def offer_gradients(self, member: torch.optim.Optimizer) -> None:
         """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone."""
-        for piece in self.pieces:
-            if self._member_of[piece.tensor] is member:
-                touched = piece.flat.grads.touched_anywhere[piece.index] and piece.span.numel > 0
-                piece.tensor.__class__ = nn.Parameter
-                piece.tensor.grad = piece.flat.grads.due_piece(piece.index) if touched else None
+        groups = self._groups[member]
+        for piece in groups.pieces:
+            grads = piece.flat.grads
+            touched = grads.touched_anywhere[piece.index] and piece.span.numel > 0
+            piece.tensor.grad = grads.due_piece(piece.index) if touched else None
+        groups.list_pieces()
 
     def offer_nothing(self, member: torch.optim.Optimizer) -> None:
         """Let a step of `member` find no gradient at all."""
-        for piece in self.pieces:
-            if self._member_of[piece.tensor] is member:
-                piece.tensor.__class__ = nn.Parameter
+        self._groups[member].list_pieces()
 
     def withdraw_gradients(self) -> None:
-        for piece in self.pieces:
-            if type(piece.tensor) is nn.Parameter:
-                piece.tensor.grad = None
-                piece.tensor.__class__ = PieceAtRest
+        for groups in self._groups.values():
+            if groups.lists_pieces:
+                for piece in groups.pieces:
+                    piece.tensor.grad = None
+                groups.list_params()
 
     # -- states -----------------------------------------------------------------------------------------
 
@@ -156,36 +204,40 @@ class AdoptedOptimizer:
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """The state of one piece as the plain optimizer has it: tensors like the piece, and numbers."""
         member = self._member_of[piece.tensor]
-        return _dense(member, piece.tensor) if member.state.get(piece.tensor) else {}
+        with self._pieces_listed(member):
+            return _dense(member, piece.tensor) if member.state.get(piece.tensor) else {}
 
     def kept_state_of(self, piece: Piece) -> dict[str, Any]:
         """The same with `narrow_keys_of` it as they are kept, for whoever only copies it."""
         member = self._member_of[piece.tensor]
-        if isinstance(member, Cooperative) and member.state.get(piece.tensor):
-            return member.kept_state(piece.tensor)
-        return self.state_of(piece)
+        with self._pieces_listed(member):
+            if isinstance(member, Cooperative) and member.state.get(piece.tensor):
+                return member.kept_state(piece.tensor)
+            return self.state_of(piece)
 
     def narrow_keys_of(self, piece: Piece) -> frozenset[str]:
         """States that this optimizer keeps narrower than the plain one does."""
         member = self._member_of[piece.tensor]
-        return member.narrow_keys(piece.tensor) if isinstance(member, Cooperative) else frozenset()
+        with self._pieces_listed(member):
+            return member.narrow_keys(piece.tensor) if isinstance(member, Cooperative) else frozenset()
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Take over what `state_of` returns. Tensors of the whole parameter's shape are cut as it was."""
         cut = {key: _cut(key, value, piece) for key, value in state.items()} if piece.span.numel else {}
         member = self._member_of[piece.tensor]
-        if isinstance(member, Cooperative):
-            member.accept_state(piece.tensor, cut)
-        else:
-            member.state[piece.tensor] = cut
+        with self._pieces_listed(member):
+            if isinstance(member, Cooperative):
+                member.accept_state(piece.tensor, cut)
+            else:
+                member.state[piece.tensor] = cut
 
     def numbered(self, member: torch.optim.Optimizer | None = None) -> Iterator[tuple[int, Piece]]:
         """Each piece with its number in the `state_dict()` of `member`, or of all: they count through the groups."""
-        by_tensor = {piece.tensor: piece for piece in self.pieces}
-        groups = self.groups if member is None else member.param_groups
-        for number, param in enumerate(param for group in groups for param in group["params"]):
-            if param in by_tensor:
-                yield number, by_tensor[param]
+        members = self.members if member is None else (member,)
+        entries = (piece for one in members for group in self._groups[one].entries for piece in group)
+        for number, piece in enumerate(entries):
+            if piece is not None:
+                yield number, piece
 
     def _cut_state_dict(self, member: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """What `load_state_dict` is to load of a plain optimizer's whole state, or of this rank's own."""
@@ -222,68 +274,27 @@ class AdoptedOptimizer:
         return sum(
             value.nbytes
             for member in self.members
-            for entry in member.state.values()
+            for entry in dict.values(member.state)
             for value in entry.values()
             if isinstance(value, Tensor)
         )
 
     def release(self) -> None:
-        """Unhook. The optimizer keeps its pieces; the model's parameters are no longer its business."""
+        """Unhook. The states of the pieces stay where they are, and are not to be had from the optimizer any more."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         for member in self.members:
             if isinstance(member, Cooperative):
                 member.peers = Alone()
-            for name in ("zero_grad", "add_param_group"):
+            for name in INSTEAD:
                 member.__dict__.pop(name, None)
 
     def give_back(self) -> None:
-        """Unhook, and give the optimizers the model's own parameters again; their states are gone from them."""
+        """Unhook, and leave the optimizers to others; their states are gone from them."""
         self.release()
-        originals: dict[Tensor, Tensor] = {piece.tensor: piece.flat.params[piece.index] for piece in self.pieces}
         for member in self.members:
             member.state = defaultdict(dict)
-        for group in self.groups:
-            group["params"] = [originals.get(param, param) for param in group["params"]]
-
-
-class StatesOfPieces(defaultdict[Tensor, Any]):
-    """`optimizer.state` of an adopted optimizer. Who asks by a parameter of the model is told where its state is.
-
-    `names` has the model's parameters by their ids.
-    """
-
-    def __init__(self, names: Mapping[int, str], states: Mapping[Tensor, Any]) -> None:
-        self._names = names
-        super().__init__(dict, states)
-
-    def __missing__(self, key: Tensor) -> Any:
-        self._require_piece(key)
-        return super().__missing__(key)
-
-    def __setitem__(self, key: Tensor, value: Any) -> None:
-        self._require_piece(key)
-        super().__setitem__(key, value)
-
-    def __contains__(self, key: object) -> bool:
-        self._require_piece(key)
-        return super().__contains__(key)
-
-    def get(self, key: Tensor, default: Any = None) -> Any:
-        self._require_piece(key)
-        return super().get(key, default)
-
-    def _require_piece(self, key: object) -> None:
-        if id(key) in self._names:
-            name = self._names[id(key)]
-            raise StateError(
-                f"The optimizer's state of {name} is sharded, and kept by this rank's piece of it. "
-                f"engine.get({name!r}, 'exp_avg'), say, returns the whole on all ranks, and engine.set() replaces it."
-            )
-
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict, dict(self))
 
 
 def _zero_grad(forget: Callable[[bool], None], set_to_none: bool = True) -> None:

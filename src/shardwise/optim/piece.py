@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.errors import StateError
 from shardwise.placement import Span
 from shardwise.storage import Flat
 
@@ -25,30 +23,42 @@ class Piece:
     flat: Flat
     index: int
 
-
-class PieceAtRest(nn.Parameter):
-    """The class of a piece's tensor but for the steps, in which it is a plain parameter."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],  # torch's signature
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func == _GET_GRAD:
-            raise StateError(
-                "The parameters in an optimizer's groups are this rank's pieces of the model's, and have gradients "
-                "only while it takes a step. Take those of model.parameters(); clip by engine.clip_grad_norm_(), or by "
-                "torch's function over model.parameters(). A GradScaler finds none either: `precision: fp16` in the "
-                "plan scales the loss by itself."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    @property
+    def param(self) -> nn.Parameter:
+        """The model's own."""
+        return self.flat.params[self.index]
 
 
-_GET_GRAD = vars(torch._C.TensorBase)["grad"].__get__
+class GroupsOfPieces:
+    """The parameter groups of one adopted optimizer: in its steps they list this rank's `pieces`, else parameters.
+
+    So a loop that walks through `optimizer.param_groups` finds the model's own parameters, as in plain PyTorch.
+    """
+
+    def __init__(self, member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+        self.member = member
+        self.pieces = tuple(pieces)
+        by_param = {piece.param: piece for piece in pieces}
+        self.entries = [[by_param.get(param) for param in group["params"]] for group in member.param_groups]
+        """Group by group; `None` for what lies in no flat buffer."""
+        self._params: list[list[nn.Parameter]] = [group["params"] for group in member.param_groups]
+        self._tensors = [
+            [param if piece is None else piece.tensor for param, piece in zip(params, entries, strict=True)]
+            for params, entries in zip(self._params, self.entries, strict=True)
+        ]
+        self.lists_pieces = False
+
+    def list_pieces(self) -> None:
+        self._list(self._tensors)
+        self.lists_pieces = True
+
+    def list_params(self) -> None:
+        self._list(self._params)
+        self.lists_pieces = False
+
+    def _list(self, lists: list[list[nn.Parameter]]) -> None:
+        for group, params in zip(self.member.param_groups, lists, strict=True):
+            group["params"] = params
 
 
 def pieces_of(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[Piece]:
@@ -65,11 +75,5 @@ def pieces_of(optimizer: torch.optim.Optimizer, flats: Sequence[Flat]) -> list[P
                 tensor, span = flat.master_piece(index)
             else:  # torch lets a frozen parameter stand in a group, and never updates it
                 tensor, span = torch.empty(0, device=flat.device), Span(0, 0)
-            pieces.append(Piece(slot.name, slot.shape, span, _at_rest(tensor), flat, index))
+            pieces.append(Piece(slot.name, slot.shape, span, nn.Parameter(tensor), flat, index))
     return pieces
-
-
-def _at_rest(tensor: torch.Tensor) -> nn.Parameter:
-    param = nn.Parameter(tensor)
-    param.__class__ = PieceAtRest
-    return param

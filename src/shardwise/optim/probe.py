@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.optim.adopted import StatesOfPieces
 from shardwise.optim.cooperative import Alone, Cooperative
+from shardwise.optim.states import StatesOfPieces
 from shardwise.program import States, Update
 
 SHAPE = (4, 6)

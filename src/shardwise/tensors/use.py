@@ -1,7 +1,8 @@
 """What a function of PyTorch means that is called with parameters at rest, or with whole tensors of one.
 
 Reads and writes are collective: every rank calls the same function, and gathers what it is about. A function that is
-not known to be special is run on the values themselves; whether it has changed them, their version tells.
+not known to be special is run on the values themselves; whether it has changed them, their version tells, but for a
+few functions that do not count.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from shardwise.tensors import uses
 from shardwise.tensors.handles import Home, Resting, Source, Whole
@@ -90,10 +91,16 @@ def _run(func: Function, leaves: list[Any], form: Any, handles: list[Resting | W
         if differentiates:
             stack.enter_context(_saving_homes(opened, handles))
         result = plainly(func, args, kwargs)
+        uncounted = _sources(tree_unflatten(leaves, form)[0][:1]) if func in uses.UNCOUNTED else ()
         for source, values in opened.items():
-            if values._version != before[source]:
+            if values._version != before[source] or source in uncounted:
                 source.take_over(values)
         return _given_back(result, func, leaves, form, handles, seen, opened, differentiates=differentiates)
+
+
+def _sources(given: Any) -> set[Source]:
+    handles = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Resting | Whole))
+    return {handle.home() if isinstance(handle, Resting) else handle.source for handle in handles}
 
 
 def _opened(handles: list[Resting | Whole], stack: ExitStack) -> dict[Source, Tensor]:

@@ -83,6 +83,14 @@ STORAGE: dict[Function, str] = {
 
 NORMS: frozenset[Function] = frozenset({torch.linalg.vector_norm, Tensor.norm, torch.norm})
 
+UNCOUNTED: frozenset[Function] = frozenset(
+    {
+        *(torch._amp_foreach_non_finite_check_and_unscale_, Tensor.apply_, Tensor.map_, Tensor.map2_),
+        *(torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_),
+    }
+)
+"""They write to their first argument, and its version does not tell."""
+
 SCALINGS: frozenset[Function] = frozenset(
     {
         *(Tensor.mul_, Tensor.div_, Tensor.clamp_, Tensor.clamp_min_, Tensor.clamp_max_, Tensor.clip_, Tensor.zero_),

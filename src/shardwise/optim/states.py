@@ -1,0 +1,76 @@
+"""The states of an optimizer whose parameters are sharded: kept by pieces, and not to be taken for whole ones."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.errors import StateError
+from shardwise.optim.piece import GroupsOfPieces
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items, dict_keys, dict_values
+
+Tensor = torch.Tensor
+
+
+class StatesOfPieces(defaultdict[Tensor, Any]):
+    """`optimizer.state` of an adopted optimizer: for itself, while it takes a step. Others are told where states are.
+
+    `names` has the model's parameters by their ids.
+    """
+
+    def __init__(self, names: Mapping[int, str], states: Mapping[Tensor, Any], groups: GroupsOfPieces) -> None:
+        self._names = names
+        self._groups = groups
+        super().__init__(dict, states)
+
+    def __missing__(self, key: Tensor) -> Any:
+        self._require_piece(key)
+        return super().__missing__(key)
+
+    def __setitem__(self, key: Tensor, value: Any) -> None:
+        self._require_piece(key)
+        super().__setitem__(key, value)
+
+    def __contains__(self, key: object) -> bool:
+        self._require_piece(key)
+        return super().__contains__(key)
+
+    def get(self, key: Tensor, default: Any = None) -> Any:
+        self._require_piece(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._require_piece(None)
+        return super().__iter__()
+
+    def keys(self) -> dict_keys[Tensor, Any]:
+        self._require_piece(None)
+        return super().keys()
+
+    def values(self) -> dict_values[Tensor, Any]:
+        self._require_piece(None)
+        return super().values()
+
+    def items(self) -> dict_items[Tensor, Any]:
+        self._require_piece(None)
+        return super().items()
+
+    def _require_piece(self, key: object) -> None:
+        if self._groups.lists_pieces and id(key) not in self._names:
+            return
+        name = self._names.get(id(key))
+        whose = "The optimizer's states are" if name is None else f"The optimizer's state of {name} is"
+        raise StateError(
+            f"{whose} sharded, and kept by this rank's piece of {'each parameter' if name is None else 'it'}. "
+            f"As long as the engine is open, optimizer.state_dict() returns the whole on all ranks, as does "
+            f"engine.get({name or 'name'!r}, 'exp_avg'), say, and engine.set() replaces it."
+        )
+
+    def __reduce__(self) -> Any:
+        self._require_piece(None)
+        return defaultdict, (dict, dict(self))

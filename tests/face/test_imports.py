@@ -1,0 +1,54 @@
+"""What `import shardwise` brings in beyond torch. Time would depend on the machine, and modules are what takes it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import json, sys
+{first}
+before = set(sys.modules)
+import shardwise
+{then}
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+FOR_PEOPLE = {"rich", "yaml", "matplotlib", "safetensors", "transformers", "asyncio", "http", "unittest"}
+"""What only some commands and functions need."""
+
+
+def brought_in(first: str, then: str) -> list[str]:
+    script = SCRIPT.format(first=first, then=then)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    found: list[str] = json.loads(run.stdout)
+    return found
+
+
+def test_to_shard_a_model_takes_little_beyond_torch() -> None:
+    """170 modules of our own, 50 of pydantic, take 0.15 of torch's own time; each package more would be felt by every
+    rank of every job."""
+    found = brought_in("import torch", "shardwise.shard")
+    packages = {name.partition(".")[0] for name in found if not name.startswith("_")}
+    others = packages - {"shardwise", *sys.stdlib_module_names}
+    assert others <= {
+        "pydantic",
+        "pydantic_core",
+        "annotated_types",
+        "typing_inspection",
+        "typing_extensions",
+        "psutil",
+    }
+    assert not packages & FOR_PEOPLE
+    assert not [name for name in found if name.startswith(("shardwise.cli", "shardwise.launch", "shardwise.monitor"))]
+    assert len(found) <= 270, "see `python -X importtime`"
+
+
+@pytest.mark.parametrize("then", ["", "import shardwise.launch.worker, shardwise.launch"])
+def test_what_has_not_been_asked_for_yet_costs_nothing(then: str) -> None:
+    """A rank's first lines, too, leave torch to the script."""
+    packages = {name.partition(".")[0] for name in brought_in("", then)}
+    assert packages - sys.stdlib_module_names == {"shardwise"}
