@@ -126,7 +126,7 @@ def test_what_is_foreign_or_damaged_is_named(files: dict[str, str], words: str, 
         (tmp_path / name).write_text(text)
     with pytest.raises(CheckpointError, match=words):
         sw.inspect(tmp_path)
-    with pytest.raises(CheckpointError, match="There is no"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         sw.inspect(tmp_path / "none")
 
 
