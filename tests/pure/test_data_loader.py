@@ -393,7 +393,7 @@ REFUSED: list[tuple[str, Callable[[], Any], str]] = [
     ("workers", lambda: Loader(range(9), batch_rows=4, workers=-1), "workers=-1"),
     ("prefetch", lambda: Loader(range(9), batch_rows=4, prefetch=0), "prefetch=0"),
     ("processes", lambda: Loader(range(9), batch_rows=4, workers=0, processes=True), "number of processes"),
-    ("mixture of none", lambda: Mixture({}), "at least one source"),
+    ("mixture of none", lambda: Mixture({}), "no sources"),
     ("names", lambda: Mixture({"a": [1]}, {"b": 1.0}), r"sources \['a'\] but weights for \['b'\]"),
     ("tail", lambda: Loader(Mixture({"a": [1]}), batch_rows=1, tail="drop"), "mixture cannot have tail='drop'"),
     ("seek", lambda: Loader(range(9), batch_rows=1).seek(-1), "no step -1"),

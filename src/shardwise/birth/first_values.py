@@ -54,7 +54,7 @@ class FirstValues:
         self._is_deferred = any(isinstance(param, Deferred) for param in model.parameters())
         self._match = _matched(model, wishes, world)
         if wishes.init is not None and not self._is_meta:
-            raise ModelError("init= is for models on the meta device, but this one has values already; leave it out.")
+            raise ModelError("init= is for models on the meta device, and this one has values already; leave it out.")
         self.device = wishes.device or (world.device if self._is_meta or self._is_deferred else own_device)
         self._replayed: tuple[Origin, torch.UntypedStorage] | None = None
 
@@ -140,7 +140,7 @@ class FirstValues:
         """The buffer itself with its values, on the device of the model."""
         if not is_dense(buffer):
             raise ModelError(
-                f"The buffer {name} is sparse or quantized, and such values cannot be sent to all ranks. Make it a "
+                f"The buffer {name} is sparse or quantized, and such values cannot be given to all ranks. Make it a "
                 "dense tensor, or a plain attribute of its module, which each rank has for itself."
             )
         if self._is_stored(name) or origin_of(buffer) is not None:

@@ -36,7 +36,7 @@ class Mixture:
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
         if not sources:
-            raise ConfigError("A mixture needs at least one source.")
+            raise ConfigError("The mixture has no sources; give at least one.")
         self.sources = {name: _map_style(sources[name], name) for name in sorted(sources)}
         self.weights = {name: float(len(s)) for name, s in self.sources.items()} if weights is None else dict(weights)
         if self.weights.keys() != self.sources.keys():
