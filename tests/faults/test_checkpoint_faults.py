@@ -64,7 +64,7 @@ def test_a_rank_that_waits_for_the_dead_ones_file_is_told(tmp_path: Path) -> Non
     """Not ended by force, after it has waited for a note that never comes."""
     died = launch(DIES, 2, str(tmp_path), "die-awaited")
     assert died.returncode == 137, died.stderr
-    assert "rank 1 has ended (killed?) before its file was finished" in died.stderr
+    assert "rank 1 ended (killed?) before it had finished its file" in died.stderr
     assert "rank 0 then raised" in died.stderr
     assert "had to be killed" not in died.stderr
     assert list(checkpoints_in(tmp_path)) == [1]

@@ -196,7 +196,7 @@ def test_origins_of_arguments_names_and_overrides() -> None:
         ("acumulate", "unknown key 'acumulate' in the plan. Did you mean 'accumulate'?"),
         ("rows.grad.sharded", "unknown key 'sharded' in rows.grad. Did you mean 'shard'?"),
         ("rules.experts.rowz", "unknown key 'rowz' in rules.experts. Did you mean 'rows'?"),
-        ("accumulate.steps", "accumulate has nothing below it."),
+        ("accumulate.steps", "accumulate has no keys of its own."),
         ("", "unknown key '' in the plan. Known: accumulate, "),
     ],
 )
@@ -307,22 +307,22 @@ def test_a_wrong_value_names_its_path(values: dict[str, Any]) -> None:
         ("a.yaml", "a: 1\nb: \x07\n", "a.yaml:2: this is not YAML: special characters"),
         ("a.yaml", "a: 1\n---\nb: 2\n", "a.yaml:2: this is not YAML: but found another document"),
         ("a.yaml", "a: !!python/object:os.system x\n", "a.yaml:1: this is not YAML: could not determine"),
-        ("a.yaml", "a: 2026-13-45\n", "a.yaml: a value is not what its form says: month"),
+        ("a.yaml", "a: 2026-13-45\n", "a.yaml: a value cannot be read: month"),
         (
             "a.yaml",
             "wire:\n  grad: fp32\n  grad: bf16\n",
-            "a.yaml:3: the key 'grad' stands twice, first on line 2.",
+            "a.yaml:3: the key 'grad' is given twice, first on line 2.",
         ),
         ("a.yaml", "mesh:\n  1: 2\n", "a.yaml:2: the key '1' is not text. Put it in quotes."),
         ("a.yaml", "? [a]\n: 2\n", "a.yaml:1: the key here is not text."),
-        ("a.yaml", "rows: &r\n  param: *r\n", "a.yaml:1: an alias refers to the mapping that it stands in."),
+        ("a.yaml", "rows: &r\n  param: *r\n", "a.yaml:1: an alias refers to the mapping that contains it."),
         ("a.yaml", "- preset\n", "a.yaml:1: a plan is a mapping of keys to values"),
         ("a.yaml", "", "a.yaml: the file is empty."),
         ("a.yml", "# only a remark\n", "a.yml: the file is empty."),
         ("a.json", " \n", "a.json: the file is empty."),
         ("a.json", '{"a": 1,\n}', "a.json:"),
         ("a.json", "[1]", "a.json:1: a plan is a mapping of keys to values"),
-        ("a.json", '{"a": {"b": 1,\n"b": 2}}', "a.json:2: the key 'b' stands twice, first on line 1."),
+        ("a.json", '{"a": {"b": 1,\n"b": 2}}', "a.json:2: the key 'b' is given twice, first on line 1."),
         ("a.json", '{"a": ' + "9" * 5000 + "}", "a.json: this cannot be read: Exceeds the limit"),
         ("a.json", '{"a":' * 100_000, "a.json: the values are nested too deeply"),
         ("a.toml", "preset = \n", "a.toml:1: this is not TOML: Invalid value."),
@@ -333,7 +333,7 @@ def test_a_wrong_value_names_its_path(values: dict[str, Any]) -> None:
         ),
         ("a.toml", '[mesh]\ndp = 2\n["mesh"]\n', "a.toml:3: this is not TOML: Cannot declare"),
         ("a.toml", "# only a remark\n", "a.toml: the file is empty."),
-        ("a.ini", "preset = zero3", "a.ini ends in '.ini', which is no plan file. Use .yaml"),
+        ("a.ini", "preset = zero3", "a.ini ends in '.ini', which is not a plan file's suffix. Use one of .yaml"),
         ("a.yaml", b"preset: \xff", "a.yaml: byte 8 is not UTF-8 text."),
     ],
 )
@@ -351,7 +351,7 @@ def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
     assert "There is no .yaml or .yml" in refused("plan.yaml")
     assert "There is no .yaml or .yml" in refused("project.toml")
     write("plan.yaml", "preset: ddp")
-    assert refused("nofile.toml").endswith("A preset is named without a suffix, such as zero3.")
+    assert refused("nofile.toml").endswith("To use a preset, give its name without a suffix, such as zero3.")
     assert refused("plam.yaml") == (
         f"There is no plan file 'plam.yaml'; looked in {tmp_path}. Did you mean 'plan.yaml'?"
     )
@@ -368,12 +368,12 @@ def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
         ("=3", "write path=value"),
         ("wire..grad=3", "write path=value"),
         ("accumulate= ", "there is no value; write null for none."),
-        ("preset.a=2", "preset.a is below preset, which is 'ddp' (argument) and has nothing below it."),
+        ("preset.a=2", "preset.a cannot be set, because preset is 'ddp' (argument), not a mapping."),
         ("accumulate.a=2", "accumulate is {'a': 2}; expected a whole number of at least 1."),
         ("wire.gard=bf16", "unknown key 'gard' in wire. Did you mean 'grad'?"),
         ("rows.grd.shard=[]", "unknown key 'grd' in rows. Did you mean 'grad'?"),
         ("units=[*]", "this is not YAML: expected alphabetic"),
-        ("mesh={dp: 1, dp: 2}", "the key 'dp' stands twice"),
+        ("mesh={dp: 1, dp: 2}", "the key 'dp' is given twice"),
         ("wire=bf16", "wire is 'bf16'; expected a mapping with grad."),
     ],
 )

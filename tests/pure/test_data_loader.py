@@ -417,7 +417,7 @@ def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], letter: str) -
 def test_pinning_without_a_gpu_is_refused() -> None:
     for options in ({"pin": True}, {"device": "cuda"}):
         with pytest.raises(ConfigError, match="torch finds none"):
-            Workers(**options)  # type: ignore[arg-type]
+            Loader(range(4), batch_rows=2, workers=Workers(**options))  # type: ignore[arg-type]
 
 
 def test_arguments_that_are_in_a_group_now_are_told_of_by_name() -> None:

@@ -93,8 +93,8 @@ def test_a_row_outside_is_an_index_error() -> None:
 @pytest.mark.parametrize(
     ("make", "letter"),
     [
-        (lambda: PackedRows([[1]], 0), "0 tokens"),
-        (lambda: PackedRows([[1]], 1, stride=0), "0 apart"),
+        (lambda: PackedRows([[1]], 0), "row_tokens is 0"),
+        (lambda: PackedRows([[1]], 1, stride=0), "the stride is 0"),
         (lambda: PackedRows([], 4), "0 documents of 0 tokens in all do not fill one row of 4"),
         (lambda: PackedRows([[1], [2]], 1, lengths=[1]), r"2 documents, but lengths has shape \[1\]"),
         (lambda: PackedRows([[1], [2]], 1, lengths=[3, -1]), "Document 1 has length -1"),

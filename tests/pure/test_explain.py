@@ -269,7 +269,7 @@ def test_a_real_model_is_chosen_into_units(model_file: Path, capsys: pytest.Capt
     [
         ("tniy", "has no callable 'tniy'. Did you mean 'tiny'?"),
         ("number", "has no callable 'number'."),
-        ("sized", "needs width. Name a callable that needs nothing, such as `def build(): return sized(...)`."),
+        ("sized", "has the required arguments width. Give a callable without required arguments, such as `def build"),
         ("reads_values", "failed on the meta device, where tensors have shapes but no values: "),
         ("text", "text in {file} returns str; it must return a torch.nn.Module."),
         ("hollow", "builds a Identity without parameters"),
@@ -367,7 +367,7 @@ def test_what_cannot_be_explained_is_refused() -> None:
     assert refused("zerro3") == "There is no preset 'zerro3'. Did you mean 'zero3'?"  # before it asks for ranks
     assert refused("zero3", "--world", "0") == "For how many ranks? Give --world N of at least 1, not 0."
     assert "makes 3 ranks, but the world has 4" in refused("zero3", "--world", "4", "--set", "mesh={dp: 3}")
-    assert "an optimizer keeps none or more" in refused("zero3", "--world", "2", "--optimizer-states", "-1")
+    assert "--optimizer-states is -1; give 0 or more" in refused("zero3", "--world", "2", "--optimizer-states", "-1")
     with pytest.raises(PlacementError):
         run("ddp", "--world", "2", "--set", "rows.param.shard=[dp]")
     with pytest.raises(ConfigError, match="Did you mean 'accumulate'"):

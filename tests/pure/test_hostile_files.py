@@ -175,7 +175,7 @@ def test_an_index_leads_to_regular_files_of_its_folder(tmp_path: Path) -> None:
     point(folder, "pipe.safetensors")
     both_refuse(folder, "not a regular file")
     point(folder, 3)
-    both_refuse(folder, "is no text")
+    both_refuse(folder, "is not text")
     point(folder, "m2.safetensors")
     both_refuse(folder, r"has no '?a\.w'?, though the index says so")
     (folder / "model.safetensors.index.json").unlink()
@@ -297,19 +297,19 @@ def same_bytes(meta: metadata.Metadata) -> None:
 
 DCP_LIES: dict[str, tuple[Callable[[metadata.Metadata], None], str]] = {
     "a chunk twice": (twice, "overlap"),
-    "out of shape": (out_of_shape, "leads out of its shape"),
+    "out of shape": (out_of_shape, "lies outside its shape"),
     "a hole": (larger, "lacks 6 of 18 elements"),
     "a chunk lost": (lambda meta: chunks_of(meta).pop(), "lacks 6 of 12 elements"),
     "huge": (huge, "fewer bytes than its elements take"),
-    "the same bytes": (same_bytes, "lie in the same bytes"),
+    "the same bytes": (same_bytes, "use the same bytes"),
     "other dims": (lambda meta: setattr(chunks_of(meta)[0], "sizes", torch.Size([6])), "1 dims instead of 2"),
     "another file": (lambda meta: moved(meta, relative_path="../x"), "not a plain file name"),
     "absolute": (lambda meta: moved(meta, relative_path="/etc/passwd"), "not a plain file name"),
-    "negative place": (lambda meta: moved(meta, offset=-5), "bytes that cannot be"),
-    "no number": (lambda meta: moved(meta, length="x"), "bytes that cannot be"),
-    "no place": (lambda meta: meta.storage_data.clear(), "does not say where model.w lies"),
+    "negative place": (lambda meta: moved(meta, offset=-5), "has an impossible range of bytes"),
+    "no number": (lambda meta: moved(meta, length="x"), "has an impossible range of bytes"),
+    "no place": (lambda meta: meta.storage_data.clear(), "does not say where model.w is"),
     "no list of places": (lambda meta: setattr(meta, "storage_data", [1]), "list of places is a list"),
-    "no path": (lambda meta: meta.planner_data.update({"step": (1.5,)}), "is no path"),
+    "no path": (lambda meta: meta.planner_data.update({"step": (1.5,)}), "is not a path"),
 }
 
 
@@ -325,11 +325,11 @@ def test_what_the_files_of_dcp_hold_is_compared(tmp_path: Path) -> None:
     assert torch.equal(source.read(source.specs[0]), torch.arange(12.0).view(4, 3))
     assert source.step == 7
     [problem] = sw.inspect(dcp(tmp_path / "dtype", other_dtype), verify=True).problems
-    assert "a piece of model.w that is not as its metadata says" in problem
+    assert "a piece of model.w that does not match its metadata" in problem
     cut = dcp(tmp_path / "cut") / "__0_0.distcp"
     cut.write_bytes(cut.read_bytes()[:1500])
     assert any("has 1500 bytes instead of" in problem for problem in sw.inspect(cut.parent).problems)
-    assert any("it was cut" in problem for problem in sw.inspect(cut.parent, verify=True).problems)
+    assert any("it was truncated" in problem for problem in sw.inspect(cut.parent, verify=True).problems)
     pipe = dcp(tmp_path / "pipe") / "__0_0.distcp"
     pipe.unlink()
     os.mkfifo(pipe)

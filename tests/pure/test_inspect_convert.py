@@ -56,7 +56,7 @@ def test_convert_says_what_it_would_do_and_does_it(tmp_path: Path, capsys: pytes
     assert "There is no config.json to go along" in out
     assert len(load_file(tmp_path / "out" / "model.safetensors")) == 9
     assert main(arguments) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_has_a_status_and_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

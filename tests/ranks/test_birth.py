@@ -214,7 +214,7 @@ def test_meta_models_that_nobody_fills_are_refused_by_name() -> None:
         models = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Scale()), num_ranks)
 
         def rank(world: sw.World, models: list[nn.Module] = models) -> None:
-            with pytest.raises(ModelError, match=r"first values for 1\.by, 1\.far: on the meta device.*deferred_init"):
+            with pytest.raises(ModelError, match=r"values for 1\.by, 1\.far: they are on the meta.*deferred_init"):
                 sw.shard(models[world.rank], world=world)
 
         run_ranks(num_ranks, rank)
@@ -224,7 +224,7 @@ def test_meta_models_that_nobody_fills_are_refused_by_name() -> None:
         def reset_parameters(self) -> None:
             self.by.data.fill_(2)
 
-    with pytest.raises(ModelError, match=r"first values for far"):
+    with pytest.raises(ModelError, match=r"initial values for far"):
         sw.shard(on_meta(Half, 1)[0])
 
 

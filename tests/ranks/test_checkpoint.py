@@ -201,11 +201,11 @@ FOREIGN = '{"format": 2, "crc32": 2745614147, "index": {}}'
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped": (flip, "rank-00001.safetensors is damaged in"),
-    "flipped head": (flip_head, "rank-00001.safetensors is damaged: its head"),
+    "flipped head": (flip_head, "rank-00001.safetensors is damaged: the checksum of its header"),
     "flipped index": (flip_index, "index.json is damaged"),
     "missing": (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
     "lost chunk": (lose_a_chunk, "but what is before ends at"),
-    "more tensors": (more, "has a tensor head2.weight that the model lacks"),
+    "more tensors": (more, "has a tensor head2.weight that the model does not have"),
     "groups": (regroup, "has 2 parameter groups, this one has 1"),
     "newer format": (lambda path: (path / "index.json").write_text('{"format": 9}'), "written by a newer shardwise"),
     "cut": (lambda path: (path / "rank-00000.safetensors").write_bytes(b"x"), "instead of"),
@@ -270,9 +270,9 @@ def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
 
     def work(engine: sw.Engine) -> Any:
         train_steps(engine, range(2))
-        with pytest.raises(CheckpointError, match="could not be begun: rank 0 met FileExistsError"):
+        with pytest.raises(CheckpointError, match="could not be started: rank 0 reports: FileExistsError"):
             engine.save(path / "index.json")
-        with pytest.raises(ConfigError, match=r"state\['user'\]\['x'\] is a set, which a checkpoint cannot keep"):
+        with pytest.raises(ConfigError, match=r"state\['user'\]\['x'\] is a set, which a checkpoint cannot store"):
             engine.save(tmp_path, state={"x": {1, 2}})
         resumed = engine.resume(tmp_path)
         assert resumed is not None

@@ -146,7 +146,7 @@ def test_latest_without_its_index_names_the_others(tmp_path: Path) -> None:
 
     letters = on_ranks(2, work)
     assert letters[0] == letters[1]
-    assert "There are step-00000002, step-00000001. To go on from one of them, name it: '" in letters[0]
+    assert "There are step-00000002, step-00000001. To continue from one of them, give its path: '" in letters[0]
     with pytest.raises(CheckpointError, match="names step-00000003"):
         sw.inspect(tmp_path)
 
@@ -259,7 +259,7 @@ def test_what_fails_after_a_checkpoint_is_there_says_so(
             engine.save(tmp_path, wait=wait, keep=Keep(last=1))
             engine.wait_for_save()
 
-        return refused(CheckpointError, "is written, but older ones, .* could not be removed", save)
+        return refused(CheckpointError, "is written, but older ones .* could not be removed", save)
 
     letters = on_ranks(2, work)
     assert letters[0] == letters[1]
@@ -278,7 +278,9 @@ def test_a_latest_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(folder, "write_text", full)
 
     def work(engine: sw.Engine) -> None:
-        letter = refused(CheckpointError, "is written, but .*latest could not be made", lambda: engine.save(tmp_path))
+        letter = refused(
+            CheckpointError, "is written, but .*latest could not be updated", lambda: engine.save(tmp_path)
+        )
         assert "resume('" in letter
         assert engine.resume(tmp_path / "step-00000000") is not None
 
@@ -361,7 +363,7 @@ def test_a_rank_that_died_behind_a_save_is_noticed_at_once(tmp_path: Path, monke
         if engine.world.rank == 1:
             engine._state.saver._write_behind = lambda *_: None  # type: ignore[method-assign]
         engine.save(tmp_path, wait=False)
-        refused(CheckpointError, r"rank 1 has ended \(killed\?\) before its file was finished", engine.wait_for_save)
+        refused(CheckpointError, r"rank 1 ended \(killed\?\) before it had finished its file", engine.wait_for_save)
 
     started = time.monotonic()
     on_ranks(2, work)
@@ -443,7 +445,7 @@ def test_a_head_is_not_dropped(tmp_path: Path) -> None:
 
     def read(engine: sw.Engine) -> str:
         before = values(engine)
-        words = "1.weight is another name of 0.weight, but .* has two tensors of different values"
+        words = "1.weight and 0.weight are tied, but .* has different values for them"
         letter = refused(CheckpointError, words, lambda: engine.resume(tmp_path / "other"))
         assert all(torch.equal(value, values(engine)[key]) for key, value in before.items())
         assert engine.resume(tmp_path / "same") is not None
@@ -451,7 +453,7 @@ def test_a_head_is_not_dropped(tmp_path: Path) -> None:
         return letter
 
     def back(engine: sw.Engine) -> None:
-        words = "1.weight is another name of 0.weight, but in the model they are two"
+        words = "1.weight and 0.weight are tied, but in the model they are two"
         refused(CheckpointError, words, lambda: engine.resume(tmp_path / "tied"))
 
     work_on_ranks(2, write, "zero3", untied, weights_only)
@@ -503,7 +505,7 @@ def test_buffers_whose_elements_share_memory_come_back(tmp_path: Path) -> None:
 
     def refuses(engine: sw.Engine) -> None:
         before = values(engine)
-        words = "elements of buffer expanded share memory .* different values"
+        words = "Elements of buffer expanded share memory .* different values"
         refused(CheckpointError, words, lambda: engine.resume(tmp_path / "apart"))
         assert all(torch.equal(value, values(engine)[key]) for key, value in before.items())
 

@@ -73,7 +73,7 @@ def test_it_is_saved_and_resumed(extra: Any, tmp_path: Path) -> None:
 
 
 def test_what_a_checkpoint_cannot_keep_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"first\._extra_state is a object, which a checkpoint cannot keep"):
+    with pytest.raises(ConfigError, match=r"first\._extra_state is a object, which a checkpoint cannot store"):
         work_on_ranks(2, lambda engine: engine.save(tmp_path), "zero3", lambda: build(object()))
 
 

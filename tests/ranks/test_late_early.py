@@ -35,6 +35,7 @@ from twins import (
 import shardwise as sw
 from shardwise.errors import CommError, StateError
 from shardwise.mesh import Mesh
+from shardwise.program import Action
 from shardwise.runtime import Mover
 from shardwise.testing import InjectedError, run_ranks
 
@@ -341,10 +342,10 @@ def test_a_gather_that_the_library_forgets_to_wait_for_is_found(monkeypatch: pyt
     """The same in the library's own code."""
     honest = Mover.wait_full
 
-    def forgets(self: Mover) -> None:
+    def forgets(self: Mover, action: Action | None = None) -> None:
         if self._arriving is not None and not self._spread:
             self._arriving = None
-        honest(self)
+        honest(self, action)
 
     monkeypatch.setattr(Mover, "wait_full", forgets)
     assert _is_found(Devices("late"), ("zero3", 2, None))
@@ -353,12 +354,12 @@ def test_a_gather_that_the_library_forgets_to_wait_for_is_found(monkeypatch: pyt
 def test_an_inbox_that_the_library_frees_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Mover.wait_grad
 
-    def too_early(self: Mover, **how: bool) -> None:
+    def too_early(self: Mover, action: Action) -> None:
         reduction = self._reduction
         if reduction is not None and reduction._inbox is not None and reduction._work is not None:
             reduction._inbox.free_bytes()
             reduction._inbox = None
-        honest(self, **how)
+        honest(self, action)
 
     monkeypatch.setattr(Mover, "wait_grad", too_early)
     assert _is_found(Devices("late"), ("zero3", 2, None))

@@ -119,13 +119,13 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "too few sums": (put("param/0.weight", crc32=[]), "has 0 sums"),
     "a sum too large": (put("param/0.weight", crc32=[2**40]), "crc32"),
     "other blocks": (put("param/0.weight", block_bytes=2**50), "block_bytes is"),
-    "an unknown kind": (put("param/0.weight", kind="weights"), "is of kind 'weights'"),
-    "a name that is no text": (put("param/0.weight", key="\ud800"), "is no text"),
-    "another key": (put("param/0.weight", name="0.bias"), "under another key"),
+    "an unknown kind": (put("param/0.weight", kind="weights"), "has the unknown kind 'weights'"),
+    "a name that is no text": (put("param/0.weight", key="\ud800"), "is not text"),
+    "another key": (put("param/0.weight", name="0.bias"), "has a key that does not fit param 0.bias"),
     "an absolute name": (lambda index: index["files"][0].update(name="/etc/passwd"), "not the plain name"),
     "a name above": (lambda index: index["files"][0].update(name="../x.safetensors"), "not the plain name"),
     "a file that is not listed": (put("param/0.weight", file="other.safetensors"), "which files does not list"),
-    "a huge head": (lambda index: index["files"][0].update(head_bytes=10**18), "has a head of 1000000000000000000"),
+    "a huge head": (lambda index: index["files"][0].update(head_bytes=10**18), "has a header of 1000000000000000000"),
     "a head that is no whole number": (lambda index: index["files"][0].update(head_bytes=1e18), "valid integer"),
     "a huge file": (lambda index: index["files"][0].update(num_bytes=2**60), "but its tensors end at"),
     "a chunk twice": (lambda index: index["chunks"].append(dict(chunk(index))), "but what is before ends at"),
@@ -137,29 +137,35 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "is for states of an optimizer only",
     ),
     "no world": (lambda index: index.update(world_size=0), "world_size is '0'"),
-    "a huge shape": (lambda index: index["shapes"].update({"0.weight": [2**50, 2**50]}), "which no tensor has"),
+    "a huge shape": (
+        lambda index: index["shapes"].update({"0.weight": [2**50, 2**50]}),
+        "which is not a tensor's shape",
+    ),
     "a negative shape": (lambda index: index["shapes"].update({"0.weight": [-5, -7]}), "shapes"),
-    "no steps": (lambda index: index["state"].pop("num_steps"), "which is no number of steps"),
-    "steps below 0": (lambda index: index["state"].update(num_steps=-1), "which is no number of steps"),
-    "no state of the user": (lambda index: index["state"].update(user=3), "is not what a script keeps"),
-    "a word that is none": (lambda index: index["state"].update(user={"$x": 1}), "is not one of the words"),
+    "no steps": (lambda index: index["state"].pop("num_steps"), "which is not a number of steps"),
+    "steps below 0": (lambda index: index["state"].update(num_steps=-1), "which is not a number of steps"),
+    "no state of the user": (lambda index: index["state"].update(user=3), "must be an object"),
+    "a word that is none": (
+        lambda index: index["state"].update(user={"$x": 1}),
+        "the key is unknown, or its value is malformed",
+    ),
     "a tensor too short": (
         lambda index: index["state"].update(user={"t": {"$tensor": ["float32", [2], "AAAA"]}}),
         r"state\['user'\]\['t'\] is not what shardwise writes there",
     ),
     "an array of objects": (
         lambda index: index["state"].update(user={"t": {"$array": ["|O", [1], "AAAAAAAAAAA="]}}),
-        "no dtype of numbers",
+        "not a dtype of numbers",
     ),
     "a negative size": (
         lambda index: index["state"].update(user={"t": {"$tensor": ["float32", [-1], "AAAAAA=="]}}),
-        "is no shape",
+        "is not a shape",
     ),
     "a key that is a list": (lambda index: index["state"].update(user={"$dict": [[[1], 2]]}), "unhashable"),
     "nested": (lambda index: index["state"].update(user={"deep": nested(100)}), "nests more than 100"),
     "nested deeper": (lambda index: index["state"].update(user={"deep": nested(900)}), "nests more than 100"),
     "a group without names": (lambda index: index["groups"][0].update(params="0.weight"), "is not a list of names"),
-    "a name twice": (lambda index: index["groups"][0]["params"].append("0.weight"), "which is not there, or twice"),
+    "a name twice": (lambda index: index["groups"][0]["params"].append("0.weight"), "which is unknown or listed twice"),
     "a rate that is text": (lambda index: index["groups"][0].update(lr="fast"), "has lr = 'fast'"),
     "betas that are one": (lambda index: index["groups"][0].update(betas=0.9), "has betas = '0.9'"),
     "a tie to nothing": (lambda index: index["ties"].update(other="nothing"), "one has to be a new name"),
@@ -418,7 +424,7 @@ def test_generators_that_cannot_be_change_nothing(name: str, saved: Path, reader
     document["generators"]["numpy"][0] = name
     remember(path, document)
     before, state = values(reader), torch.get_rng_state()
-    with pytest.raises(CheckpointError, match=r"rank 0 remembers, .* has random generators that cannot be"):
+    with pytest.raises(CheckpointError, match=r"rank 0 remembers, .* has invalid states of random generators"):
         reader.resume(tmp_path)
     assert_same(before, values(reader))
     assert torch.equal(state, torch.get_rng_state())

@@ -85,7 +85,7 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path: Path) -> None:
         sw.shard(empty(mixtral, "meta", 1)[0], weights=tmp_path)
     router = {"model.norm.weight": whole["model.norm.weight"], "router": torch.ones(3)}
     save_file(router, tmp_path / "y.safetensors")
-    with pytest.raises(ModelError, match="with strict=False what the files lack would stay random"):
+    with pytest.raises(ModelError, match="with strict=False what they lack would keep its initial values"):
         sw.shard(empty(mixtral, "deferred", 1)[0], weights=tmp_path / "y.safetensors")
     models = empty(mixtral, "deferred", 2)
 
@@ -188,7 +188,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     save_file(Transformer().state_dict(), tmp_path / "model.safetensors")
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "short.safetensors").write_bytes(data[:-9])
-    assert "does not lie within the file" in refused(tmp_path / "short.safetensors")
+    assert "lies outside the file" in refused(tmp_path / "short.safetensors")
     (tmp_path / "noise.safetensors").write_bytes(b"\\xff" * 64)
     assert "not a safetensors file" in refused(tmp_path / "noise.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))

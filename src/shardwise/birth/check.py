@@ -25,8 +25,8 @@ def check_model(model: nn.Module) -> torch.device:
         by_device.setdefault(param.device, name)
         if is_at_rest(param):
             raise ModelError(
-                f"Parameter {name} is sharded by an engine already. Train with that one, give it another plan with "
-                f"engine.reshard(plan), or build the model anew."
+                f"Parameter {name} is sharded by an engine already. Use that engine, change its plan with "
+                f"engine.reshard(plan), or build a new model."
             )
         if param.grad is not None:
             raise ModelError(
@@ -58,8 +58,8 @@ def _refuse_scripts(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             what = f"Module {name}" if name else "The model"
             raise ModelError(
-                f"{what} was made by torch.jit: it computes outside of Python, where nothing can be gathered for it. "
-                f"Shard the nn.Module that it was made of; the plan's `compile` makes graphs of its units."
+                f"{what} was made by torch.jit: it runs outside of Python, where its parameters cannot be gathered. "
+                f"Shard the original nn.Module; to compile it, set `compile` in the plan."
             )
 
 

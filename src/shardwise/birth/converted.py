@@ -51,7 +51,7 @@ class Recipe:
         try:
             return self._run(model, whole)
         except FAILURES as error:
-            raise CheckpointError(f"{self.target} could not be made of {self.sources[0][1]}: {error}") from error
+            raise CheckpointError(f"{self.target} could not be made from {self.sources[0][1]}: {error}") from error
 
     def _run(self, model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         converter = copy.deepcopy(self.converter)

@@ -65,7 +65,7 @@ def _in_folder(place: Path) -> dict[Path, list[str]]:
         return {inside(place, found[0].name): []}
     if found:
         names = ", ".join(path.name for path in found[:3])
-        raise CheckpointError(f"{place} has several files ({names}) and no {INDEX}; name the one that is meant.")
+        raise CheckpointError(f"{place} has several files ({names}) and no {INDEX}; give the path of one of them.")
     for path in (*place.glob("*.bin"), *place.glob("*.pt"), *place.glob("*.pth")):
         _refuse_pickle(path)
     raise CheckpointError(f"{place} has neither {SINGLE} nor {INDEX}; is it the folder that save_pretrained wrote?")
@@ -75,11 +75,11 @@ def read_index(index: Path) -> dict[Path, list[str]]:
     """The files that an index of Hugging Face names, in order of their names, and the tensors that each is to have."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} is not an index of weights: it has no weight_map, from tensors to files.")
+        raise CheckpointError(f"{index} is not an index of weights: it has no weight_map of tensors to files.")
     names: dict[Any, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise CheckpointError(f"{index} is not an index of weights: the file of {name!a:.200} is no text.")
+            raise CheckpointError(f"{index} is not an index of weights: the file of {name!a:.200} is not text.")
         names.setdefault(file, []).append(name)
     files = {inside(index.parent, file): names[file] for file in sorted(names)}
     missing = [path.name for path in files if not path.exists()]

@@ -66,7 +66,7 @@ class Stored:
         with open_regular(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             if start + span.numel * self.dtype.itemsize > size:
-                raise CheckpointError(f"{self.path} ends at byte {size}; it was cut since it was opened.")
+                raise CheckpointError(f"{self.path} ends at byte {size}; it was truncated after it was opened.")
             values = torch.empty(span.numel, dtype=self.dtype)
             if span.numel:
                 fill_exactly(file, start, values.view(torch.uint8).numpy().data, self.path)
@@ -86,7 +86,7 @@ def read_head(path: Path) -> dict[str, Stored]:
     entries = parse_object(content, path, max_depth=MAX_DEPTH)
     notes = entries.pop(METADATA, {})
     if not isinstance(notes, dict) or not all(isinstance(text, str) for text in notes.values()):
-        raise CheckpointError(_odd(path, f"its {METADATA} is no table of texts"))
+        raise CheckpointError(_odd(path, f"its {METADATA} is not a table of texts"))
     stored = {name: _stored(path, name, entry, 8 + length) for name, entry in entries.items()}
     end = 8 + length
     for name, one in sorted(stored.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
@@ -96,11 +96,11 @@ def read_head(path: Path) -> dict[str, Stored]:
         end += one.num_bytes
     if end > size:
         raise CheckpointError(
-            f"{path} has {size} bytes instead of {end}: it was cut, and a tensor does not lie within the file as its "
-            f"header says."
+            f"{path} has {size} bytes instead of {end}: it was truncated, so a tensor of its "
+            f"header lies outside the file."
         )
     if end < size:
-        raise CheckpointError(_odd(path, f"it has {size - end} bytes behind its last tensor"))
+        raise CheckpointError(_odd(path, f"it has {size - end} bytes after its last tensor"))
     return stored
 
 
@@ -111,10 +111,12 @@ def _stored(path: Path, name: str, entry: Any, origin: int) -> Stored:
     if not isinstance(word, str) or word not in DTYPES:
         raise CheckpointError(_odd(path, f"{name!a:.200} is {word!a:.40}; known: {', '.join(DTYPES)}"))
     if not _are_sizes(shape) or len(shape) > 64 or not _are_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(_odd(path, f"the shape or the place of {name!a:.200} is not one that can be"))
+        raise CheckpointError(_odd(path, f"{name!a:.200} has an impossible shape or offset"))
     dtype, (start, stop) = DTYPES[word], offsets
     if stop - start != math.prod(shape) * dtype.itemsize:
-        raise CheckpointError(_odd(path, f"{name!a:.200} has {stop - start} bytes, which its shape and dtype are not"))
+        raise CheckpointError(
+            _odd(path, f"{name!a:.200} has {stop - start} bytes, which does not match its shape and dtype")
+        )
     return Stored(path, origin + start, tuple(shape), dtype)
 
 

@@ -203,8 +203,8 @@ def _refuse(files: WeightFiles, wrong: list[str], missing: Iterable[str], unexpe
         if missing and unexpected:
             hint = (
                 " If these are the same tensors under other names, rename them in the file, or load the model with its "
-                "own from_pretrained and shard that: with strict=False what the files lack would stay random."
+                "own from_pretrained and shard that: with strict=False what they lack would keep its initial values."
             )
         elif missing or unexpected:
-            hint = " With strict=False that is passed over; what the files lack stays as a new model has it."
+            hint = " strict=False accepts that; what the files lack keeps its initial values."
         raise ModelError(f"{files.place} has weights of another model: {'; '.join(said)}.{hint}")

@@ -120,8 +120,8 @@ def _unwritten(path: str, module: nn.Module, wanted: Collection[str]) -> list[st
 
 def _nobody_fills(names: list[str]) -> ModelError:
     return ModelError(
-        f"Nobody knows first values for {some(names)}: on the meta device, and the modules have no method that makes "
-        f"all of them (reset_parameters, or _init_weights of a transformers model). Build the model inside "
-        f"`with shardwise.deferred_init():` instead, which needs none, give shard() init=function(module), or "
-        f"weights= that have them."
+        f"There are no initial values for {some(names)}: they are on the meta device, and no method of the modules "
+        f"fills all of them (reset_parameters, or _init_weights of a transformers model). Build the model inside "
+        f"`with shardwise.deferred_init():` instead, which needs no such method, or give shard() "
+        f"init=function(module), or weights= that contain them."
     )

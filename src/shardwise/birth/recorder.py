@@ -304,7 +304,9 @@ def _in_place_results(func: Function, args: tuple[Any, ...], kwargs: Mapping[str
     returns = func._schema.returns
     if any(returned.alias_info is None or not returned.alias_info.is_write for returned in returns):
         if any(returned.alias_info is not None for returned in returns):
-            raise ModelError(f"{func} both changes and makes tensors; it cannot be put off inside deferred_init.")
+            raise ModelError(
+                f"{func} both changes and makes tensors, which cannot be deferred. Build without deferred_init."
+            )
         return None
     by_name = {
         label: value
@@ -402,6 +404,6 @@ def _sized(tensors: Sequence[Tensor]) -> Iterator[None]:
             storage.resize_(0)
             if grown:
                 raise ModelError(
-                    "A tensor was made larger in place (resize_) inside deferred_init, which cannot be put off. "
-                    "Make it in its last size, or build the model without deferred_init."
+                    "A tensor was made larger in place (resize_) inside deferred_init, which cannot be deferred. "
+                    "Create it in its final size, or build the model without deferred_init."
                 )

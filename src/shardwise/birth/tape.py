@@ -194,7 +194,7 @@ def _run(operation: Operation, storages: dict[Origin, torch.UntypedStorage]) -> 
     for ref, tensor in zip(operation.made, made, strict=True):
         if (tuple(tensor.shape), tensor.dtype) != (ref.shape, ref.dtype):
             raise ModelError(
-                f"{operation.function} made {list(ref.shape)} {ref.dtype} when the model was built, and now "
+                f"{operation.function} made {list(ref.shape)} {ref.dtype} when the model was built, but now makes "
                 f"{list(tensor.shape)} {tensor.dtype}. Build the model without deferred_init."
             )
         if tensor.stride() != ref.stride or tensor.untyped_storage().nbytes() != ref.origin.num_bytes:

@@ -53,7 +53,7 @@ def encode(value: Any, where: str = "state") -> Any:
         text = base64.b64encode(flat.numpy().tobytes()).decode()
         return {"$tensor": [dtype_name(value.dtype), list(value.shape), text]}
     raise ConfigError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep: it holds no pickles. Keep numbers, "
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot store: it contains no pickles. Store numbers, "
         f"text, bytes, lists, tuples, dicts, tensors and arrays, or an object's state_dict()."
     )
 
@@ -101,13 +101,13 @@ def _decode_word(word: str, value: dict[str, Any], where: str) -> Any:
             content, torch_dtype = _decoded_bytes(text), dtype_of(name)
             _check_size(shape, len(content), torch_dtype.itemsize)
             return bytes_tensor(content).view(torch_dtype).reshape(shape)
-    raise ValueError("it is not one of the words used there, or has other things in it")
+    raise ValueError("the key is unknown, or its value is malformed")
 
 
 def _decoded_pairs(items: list[Any], where: str) -> Iterator[tuple[Any, Any]]:
     for item in items:
         if not isinstance(item, list) or len(item) != 2:
-            raise ValueError("it has something that is not a key and a value")
+            raise ValueError("an item is not a pair of key and value")
         key = decode(item[0], f"a key of {where}")
         yield key, decode(item[1], f"{where}[{key!r}]")
 
@@ -120,13 +120,13 @@ def _array_dtype(name: str) -> np.dtype[Any]:
     """A dtype that has a size, and no Python objects in it."""
     dtype = np.dtype(name) if _ARRAY_DTYPE.fullmatch(name) else None
     if dtype is None or not dtype.itemsize or dtype.str != name:
-        raise ValueError(f"{name!r} is no dtype of numbers or text")
+        raise ValueError(f"{name!r} is not a dtype of numbers or text")
     return dtype
 
 
 def _check_size(shape: list[Any], num_bytes: int, itemsize: int) -> None:
     if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > MAX_DIMS:
-        raise ValueError(f"{shape} is no shape")
+        raise ValueError(f"{shape} is not a shape")
     if math.prod(shape) * itemsize != num_bytes:
         raise ValueError(f"shape {shape} does not fit {num_bytes} bytes")
 
@@ -142,7 +142,9 @@ def _encode_dict(value: dict[Any, Any], where: str) -> Any:
 
 def _encode_array(value: Any, where: str) -> Any:
     if value.dtype.hasobject:
-        raise ConfigError(f"{where} is an array of Python objects, which a checkpoint cannot keep. Keep numbers in it.")
+        raise ConfigError(
+            f"{where} is an array of Python objects, which a checkpoint cannot store. Store an array of numbers."
+        )
     text = base64.b64encode(value.tobytes()).decode()
     if isinstance(value, np.generic):
         return {"$number": [value.dtype.str, text]}

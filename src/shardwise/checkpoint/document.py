@@ -44,7 +44,7 @@ def read_document(reader: Reader, rank: int) -> Document | None:
         _try(said["generators"])
     except Exception as error:  # whatever numpy, torch or Python say of what is no state of theirs
         raise CheckpointError(
-            f"{name} has random generators that cannot be: {type(error).__name__}: {error}."
+            f"{name} has invalid states of random generators: {type(error).__name__}: {error}."
         ) from error
     return Document(said["generators"], said["objects"])
 

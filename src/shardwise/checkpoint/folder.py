@@ -75,8 +75,7 @@ def newest(folder: Path) -> Path | None:
     number = _step_of(named)
     if number is None:
         raise CheckpointError(
-            f"{folder / LATEST} says {named[:80]!r}, which is not the name of a checkpoint of shardwise."
-            f"{_advice(found)}"
+            f"{folder / LATEST} says {named[:80]!r}, which is not the name of a shardwise checkpoint.{_advice(found)}"
         )
     if number not in found:
         raise CheckpointError(
@@ -96,7 +95,7 @@ def _step_of(name: str) -> int | None:
 def _no_link(path: Path) -> Path:
     if path.is_symlink():
         raise CheckpointError(
-            f"{path} is a symbolic link, which is not followed. Name the checkpoint that it leads to."
+            f"{path} is a symbolic link, which is not followed. Give the path of the checkpoint itself."
         )
     return path
 
@@ -108,7 +107,7 @@ def _advice(found: Mapping[int, Path]) -> str:
     paths = [found[step] for step in sorted(found, reverse=True)]
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     names = ", ".join(path.name for path in paths[:3])
-    return f" There are {names}{more}. To go on from one of them, name it: {str(paths[0])!r}."
+    return f" There are {names}{more}. To continue from one of them, give its path: {str(paths[0])!r}."
 
 
 def tidy(folder: Path) -> None:
@@ -127,7 +126,7 @@ def check_room(folder: Path, num_bytes: int, free_bytes: int) -> None:
     if num_bytes + SPARE_BYTES > free_bytes:
         raise CheckpointError(
             f"A checkpoint in {folder} takes {format_bytes(num_bytes + SPARE_BYTES)}, but its file system has "
-            f"{format_bytes(free_bytes)} free. Make room, or keep fewer with Keep(last=...)."
+            f"{format_bytes(free_bytes)} free. Free some space, or keep fewer checkpoints with Keep(last=...)."
         )
 
 
@@ -162,8 +161,8 @@ def publish(draft: Path, target: Path, index_json: str) -> None:
         flush(target.parent)
     except OSError as error:
         raise AfterwardsError(
-            f"The checkpoint {target} is written, but {target.parent / LATEST} could not be made to name it ({error}). "
-            f"To go on from it, name it: resume({str(target)!r})."
+            f"The checkpoint {target} is written, but {target.parent / LATEST} could not be updated ({error}). "
+            f"To continue from it, call resume({str(target)!r})."
         ) from error
     shutil.rmtree(old, ignore_errors=True)
 

@@ -175,7 +175,7 @@ def _source(entry: Entry) -> _Source:
     """What of an entry this rank writes."""
     tensor = entry.tensor.detach()
     if tensor.dtype not in SAFETENSORS_DTYPES:
-        raise CheckpointError(f"{entry.key} is {dtype_name(tensor.dtype)}, which safetensors has no word for.")
+        raise CheckpointError(f"{entry.key} is {dtype_name(tensor.dtype)}, which safetensors files cannot hold.")
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.contiguous().reshape(-1)
     if entry.is_whole:
         return _Source(entry.kind, entry.name, NO_SPAN, flat, tuple(tensor.shape), entry.is_hidden, entry.is_narrow)

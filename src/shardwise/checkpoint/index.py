@@ -132,7 +132,7 @@ def read_body(folder: Path) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise CheckpointError(f"{path} is not an index that shardwise wrote: it has no object 'index'.")
     if zlib.crc32(_canonical(body)) != raw.get("crc32"):
-        raise CheckpointError(f"{path} is damaged: its checksum is not the one it was written with.")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match.")
     return body
 
 

@@ -31,7 +31,7 @@ class Keep:
         for name in ("last", "every", "num_best"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"Keep({name}={value!r}) means nothing; give a whole number of at least 1.")
+                raise ConfigError(f"Keep({name}={value!r}) is not valid; give a whole number of at least 1.")
 
     def chosen(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
         """The steps that stay, of those that `metrics` has."""
@@ -59,7 +59,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _text(name: object) -> str:
     if not isinstance(name, str):
-        raise ConfigError(f"metrics has the name {name!r}; give it a name that is text.")
+        raise ConfigError(f"metrics has the key {name!r}; keys must be text.")
     return name
 
 

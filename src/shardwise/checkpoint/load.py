@@ -254,7 +254,7 @@ def _check_overlap(reader: Reader, entry: Entry, reads: list[Read]) -> None:
         reader.fill(read, values)
     if not agrees(entry.tensor.detach(), values):
         raise CheckpointError(
-            f"In the model elements of {entry.kind} {entry.name} share memory (it is expanded, or a window), and "
+            f"Elements of {entry.kind} {entry.name} share memory in the model (it is expanded, or a window), but "
             f"{reader.path} has different values for them. Register the buffer as a tensor of its own: x.clone()."
         )
 
@@ -273,14 +273,14 @@ def _give_back(path: Path, objects: Mapping[str, Stateful], memories: Mapping[st
     for name, thing in objects.items():
         if name not in memories:
             raise CheckpointError(
-                f"{path} has no state of {name}, which the engine remembers. Resume before engine.remember({name}=...) "
-                f"if it is new."
+                f"{path} has no state for {name}, which engine.remember() was given. If {name} is new, resume before "
+                f"engine.remember({name}=...)."
             )
         try:
             thing.load_state_dict(memories[name])
         except Exception as error:  # it is the user's object, and may raise anything
             raise CheckpointError(
-                f"{name} does not take the state that {path} has of it ({type(error).__name__}: {error})."
+                f"{name}.load_state_dict() refused the state in {path} ({type(error).__name__}: {error})."
             ) from error
 
 

@@ -85,7 +85,7 @@ class FolderLock:
                     self._path.unlink()
             if self._make():
                 return True
-        raise CheckpointError(f"{self._path} changes hands faster than it can be taken; how many jobs write there?")
+        raise CheckpointError(f"{self._path} keeps changing. Do several jobs write into this folder?")
 
     def check(self) -> None:
         """Raise `CheckpointError` unless it is still ours. If nobody has it, because somebody removed the file or the

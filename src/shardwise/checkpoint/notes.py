@@ -100,7 +100,7 @@ class Notes:
     def _check(self, missing: list[int], gone: set[int], still_seconds: float) -> None:
         """Raise `CheckpointError` if there is nothing to wait for any longer."""
         for rank in gone.intersection(missing):
-            raise CheckpointError(f"rank {rank} has ended (killed?) before its file was finished.")
+            raise CheckpointError(f"rank {rank} ended (killed?) before it had finished its file.")
         if not self._draft.is_dir():
             raise CheckpointError(f"the folder {self._draft} was removed while it was being written.")
         letter = self._journal.letter
@@ -108,7 +108,7 @@ class Notes:
             raise CheckpointError(f"rank {missing[0]} has not finished its file, and: {letter.text}")
         if still_seconds > self._timeout_seconds:
             raise CheckpointError(
-                f"rank {missing[0]} has not finished its file, which has not grown for "
+                f"rank {missing[0]} has not finished its file, and the file has not grown for "
                 f"{format_seconds(self._timeout_seconds)}; has the rank ended?"
             )
 

@@ -87,7 +87,7 @@ class Reader:
         if missing:
             raise CheckpointError(
                 f"{self.path} has {span.numel - missing} of {span.numel} elements of {kind} {name} that this rank "
-                f"needs; it is incomplete."
+                f"needs; the checkpoint is incomplete."
             )
         return found
 
@@ -102,7 +102,7 @@ class Reader:
 
     def check_file(self, file: File) -> None:
         """The file is there, has the size it was written with, and so has its head its sum."""
-        self._handle(file.name, "its head")
+        self._handle(file.name, "the list of its tensors")
 
     def file_of(self, read: Read) -> File:
         return self._files[read.chunk.file]
@@ -161,7 +161,7 @@ class Reader:
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read at {chunk.kind} {chunk.name}: {error}") from error
             if count == 0:
-                raise CheckpointError(f"{path} ends in {chunk.kind} {chunk.name}; it was cut.")
+                raise CheckpointError(f"{path} ends within {chunk.kind} {chunk.name}; it was truncated.")
             done += count
         self.num_bytes_read += len(view)
         size = chunk.block_bytes
@@ -184,17 +184,17 @@ class Reader:
             handle = regular_descriptor(path, follows_links=False)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{path} is missing, which has {needed_for}; the checkpoint is incomplete."
+                f"{path} is missing, but needed for {needed_for}; the checkpoint is incomplete."
             ) from error
         except OSError as error:
-            raise CheckpointError(f"{path}, which has {needed_for}, cannot be opened: {error}") from error
+            raise CheckpointError(f"{path}, needed for {needed_for}, cannot be opened: {error}") from error
         self._handles[name] = handle
         try:
             self._check_head(path, handle, self._files[name])
         except BaseException as error:
             os.close(self._handles.pop(name))
             if isinstance(error, OSError):
-                raise CheckpointError(f"{path}, which has {needed_for}, cannot be read: {error}") from error
+                raise CheckpointError(f"{path}, needed for {needed_for}, cannot be read: {error}") from error
             raise
         return handle
 
@@ -202,19 +202,19 @@ class Reader:
         num_bytes = os.fstat(handle).st_size
         if num_bytes != file.num_bytes:
             raise CheckpointError(
-                f"{path} has {num_bytes} bytes instead of {file.num_bytes}, so it was cut or changed. "
+                f"{path} has {num_bytes} bytes instead of {file.num_bytes}, so it was truncated or changed. "
                 f"{self._held(file, num_bytes)}"
             )
         head = os.pread(handle, file.head_bytes, 0)
         self.num_bytes_read += len(head)
         if zlib.crc32(head) != file.head_crc32:
-            raise CheckpointError(f"{path} is damaged: its head does not have the checksum that it was written with.")
+            raise CheckpointError(f"{path} is damaged: the checksum of its header does not match.")
         self._compare(path, head, file)
 
     def _compare(self, path: Path, head: bytes, file: File) -> None:
         """What the file says of its tensors is what the index says."""
         if int.from_bytes(head[:8], "little") != len(head) - 8:
-            raise CheckpointError(f"{path} has a head of another length than its index says.")
+            raise CheckpointError(f"{path} has a header whose length differs from what the index says.")
         said = parse_json(as_text(head[8:], str(path)), f"the head of {path}")
         there = {key: value for key, value in said.items() if key != "__metadata__"} if isinstance(said, dict) else {}
         for chunk in self._chunks_in[file.name]:
@@ -230,7 +230,7 @@ class Reader:
                     f"{chunk.num_bytes} bytes of {chunk.dtype} from byte {chunk.offset} on."
                 )
         if there:
-            raise CheckpointError(f"{path} has {next(iter(there))}, which {self.path / INDEX} does not know.")
+            raise CheckpointError(f"{path} has {next(iter(there))}, which {self.path / INDEX} does not list.")
 
     def _held(self, file: File, num_bytes: int) -> str:
         """What of the file is lost if only `num_bytes` of it are left."""

@@ -25,8 +25,8 @@ def check_same_model(path: Path, reader: Reader, content: Content, world: World)
     for name, shape in content.shapes.items():
         if name in reader.index.ties:
             raise CheckpointError(
-                f"In {path} {name} is another name of {reader.index.ties[name]}, but in the model they are two "
-                f"tensors. Tie them before shard(), as they were."
+                f"In {path} {name} and {reader.index.ties[name]} are tied, but in the model they are two "
+                f"tensors. Tie them before shard()."
             )
         if name not in shapes:
             raise CheckpointError(
@@ -39,7 +39,7 @@ def check_same_model(path: Path, reader: Reader, content: Content, world: World)
             _check_tied(path, reader, name, content.ties[name], world)
         elif name not in content.shapes:
             raise CheckpointError(
-                f"{path} has a tensor {name} that the model lacks; it is a checkpoint of another model."
+                f"{path} has a tensor {name} that the model does not have; it is a checkpoint of another model."
             )
 
 
@@ -52,8 +52,8 @@ def _check_tied(path: Path, reader: Reader, alias: str, name: str, world: World)
     is_same = shapes[alias] == shapes[name] and torch.equal(_values(reader, alias, span), _values(reader, name, span))
     if not is_same:
         raise CheckpointError(
-            f"In the model {alias} is another name of {name}, but {path} has two tensors of different values. Only one "
-            f"could be kept: untie them before shard(), or make the checkpoint's the same."
+            f"In the model {alias} and {name} are tied, but {path} has different values for them. Untie them before "
+            f"shard(), or make the two equal in the checkpoint."
         )
 
 
@@ -79,14 +79,14 @@ def check_same_groups(path: Path, index: Index, content: Content, optimizer: Ado
         if "params" not in saved:
             raise CheckpointError(
                 f"{path} does not say which parameters group {number} of its optimizer has, so its states cannot be "
-                f"given to this one. {_weights_alone(path)}"
+                f"loaded into this one. {_weights_alone(path)}"
             )
         odd = sorted(set(saved["params"]) ^ set(own["params"]))
         if odd:
             where = "the checkpoint" if odd[0] in saved["params"] else "this optimizer"
             raise CheckpointError(
                 f"Group {number} of the optimizer in {path} has other parameters: {odd[0]} is in it only in {where}. "
-                f"Make the optimizer's groups as they were."
+                f"Create the optimizer with the same groups."
             )
         settings = settings_of(saved, optimizer.group_owners[number])
         _check_settings(path, number, settings, optimizer.groups[number])
@@ -97,7 +97,7 @@ def _check_settings(path: Path, number: int, saved: Mapping[str, Any], group: Ma
     for key, value in saved.items():
         if not _fits(value, group.get(key)):
             raise CheckpointError(
-                f"Group {number} of the optimizer in {path} has {key} = {str(value)[:80]!r}, where this one has "
+                f"Group {number} of the optimizer in {path} has {key} = {str(value)[:80]!r}, but this one has "
                 f"{group[key]!r}."
             )
 

@@ -93,7 +93,7 @@ class Saver:
 
     def claim(self, folder: Path) -> None:
         """Take the right to write into `folder`, until `close`. All ranks call; if one fails, all raise."""
-        what = f"{folder} is not for this job"
+        what = f"{folder} cannot be claimed"
         self._agree(lambda: self._hold(folder) if self._world.rank == 0 else None, what, None)
 
     def save(self, target: Path, make: Callable[[], tuple[Request, Content]], *, wait: bool = True) -> Path:
@@ -160,7 +160,7 @@ class Saver:
 
         Its state is encoded as it is now: the caller may change it while it is being written.
         """
-        what = f"The checkpoint {target} could not be begun"
+        what = f"The checkpoint {target} could not be started"
         mine: list[tuple[Request, Content, Image, torch.Tensor]] = []
         folder = target.parent
 
@@ -223,7 +223,7 @@ class Saver:
             kind = _KINDS[said["kind"]]
             if kind in _WHOLE:
                 raise kind(said["error"])
-            raise kind(f"{what}: rank {rank} met {said['error']} What was there before is untouched.")
+            raise kind(f"{what}: rank {rank} reports: {said['error']} What was there before is unchanged.")
         return [said["result"] for said in outcomes]
 
     # -- writing ----------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Saver:
         notes = self._notes(prepared).wait()
         for rank, note in enumerate(notes):
             if "file" not in note:
-                raise CheckpointError(f"rank {rank} says: {note.get('error', 'nothing')}")
+                raise CheckpointError(f"rank {rank} reports: {note.get('error', 'nothing')}")
         self._locks[request.folder].check()
         folders.publish(prepared.draft, request.target, _index(request, prepared.content, notes).to_json())
         self._metrics[request.target] = dict(request.metrics)
@@ -315,7 +315,7 @@ class Saver:
             folders.thin_out(request.folder, request.keep, request.step, self._metrics)
         except OSError as error:
             raise AfterwardsError(
-                f"The checkpoint {request.target} is written, but older ones, which keep= does not ask for, could not "
+                f"The checkpoint {request.target} is written, but older ones that keep= does not ask for could not "
                 f"be removed: {error}."
             ) from error
 
@@ -324,7 +324,7 @@ def _check_steps(steps: list[int]) -> None:
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise CheckpointError(
-                f"rank 0 saves step {steps[0]}, rank {rank} step {step}. Give all ranks the same step, or none."
+                f"rank 0 saves step {steps[0]}, rank {rank} step {step}. Pass the same step on all ranks, or none."
             )
 
 

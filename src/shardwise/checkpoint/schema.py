@@ -79,13 +79,13 @@ def _check_texts(index: Index) -> None:
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            raise _WrongError(f"{name!a} is no text: {error}.") from error
+            raise _WrongError(f"{name!a} is not text: {error}.") from error
 
 
 def _check_shapes(index: Index) -> None:
     for name, shape in index.shapes.items():
         if len(shape) > MAX_DIMS or math.prod(shape) > MAX_TENSOR_BYTES:
-            raise _WrongError(f"shapes[{name!r}] is {shape[:8]}, which no tensor has.")
+            raise _WrongError(f"shapes[{name!r}] is {shape[:8]}, which is not a tensor's shape.")
 
 
 def _checked_files(index: Index) -> dict[str, File]:
@@ -97,7 +97,7 @@ def _checked_files(index: Index) -> dict[str, File]:
         if file.name in files:
             raise _WrongError(f"{where}.name is {file.name!r}, which is listed twice.")
         if not 8 < file.head_bytes <= min(file.num_bytes, MAX_HEAD_BYTES):
-            raise _WrongError(f"{where} has a head of {file.head_bytes} bytes in a file of {file.num_bytes}.")
+            raise _WrongError(f"{where} has a header of {file.head_bytes} bytes in a file of {file.num_bytes}.")
         files[file.name] = file
     return files
 
@@ -107,9 +107,9 @@ def _check_chunk(where: str, chunk: Chunk, index: Index, files: Mapping[str, Fil
     if chunk.kind != RANK and chunk.name not in index.shapes:
         raise _WrongError(f"{where}.name is {chunk.name[:80]!r}, which shapes does not list.")
     if not _is_known_kind(chunk, index):
-        raise _WrongError(f"{where} is of kind {chunk.kind[:80]!r}, which there is none of.")
+        raise _WrongError(f"{where} has the unknown kind {chunk.kind[:80]!r}.")
     if chunk.key != f"{chunk.kind}/{chunk.name}":
-        raise _WrongError(f"{where} is {chunk.kind} {chunk.name} under another key.")
+        raise _WrongError(f"{where} has a key that does not fit {chunk.kind} {chunk.name}.")
     try:
         itemsize = dtype_of(chunk.dtype).itemsize
     except ValueError as error:
@@ -185,7 +185,7 @@ def _check_coverage(index: Index) -> None:
         whole = [chunk for chunk in chunks if chunk.shape is not None]
         if whole:
             if len(chunks) > 1:
-                raise _WrongError(f"{kind} {name} is there {len(chunks)} times.")
+                raise _WrongError(f"{kind} {name} appears {len(chunks)} times.")
             continue
         if len({(chunk.dtype, chunk.is_narrow) for chunk in chunks}) > 1:
             raise _WrongError(f"{kind} {name} is partly {chunks[0].dtype} and partly something else.")
@@ -198,7 +198,7 @@ def _check_tiles(what: str, chunks: list[Chunk], numel: int) -> None:
         if chunk.start > end:
             raise _WrongError(f"elements {end} to {chunk.start} of {what} are missing; it is incomplete.")
         if chunk.start < end:
-            raise _WrongError(f"elements {chunk.start} to {min(end, chunk.stop)} of {what} are there twice.")
+            raise _WrongError(f"elements {chunk.start} to {min(end, chunk.stop)} of {what} appear twice.")
         end = chunk.stop
     if end != numel:
         raise _WrongError(f"elements {end} to {numel} of {what} are missing; it is incomplete.")
@@ -216,11 +216,11 @@ def _check_names(index: Index) -> None:
             raise _WrongError(f"groups[{number}]['params'] is not a list of names.")
         for name in params:
             if not isinstance(name, str) or name not in index.shapes or name in seen:
-                raise _WrongError(f"groups[{number}]['params'] has {name!r}, which is not there, or twice.")
+                raise _WrongError(f"groups[{number}]['params'] has {name!r}, which is unknown or listed twice.")
             seen.add(name)
     for name in index.numbers:
         if name not in index.shapes:
-            raise _WrongError(f"numbers has {name!r}, which is not there.")
+            raise _WrongError(f"numbers has {name!r}, which shapes does not list.")
 
 
 def _check_state(index: Index) -> None:
@@ -233,9 +233,9 @@ def _check_state(index: Index) -> None:
     state = decode(index.state, "state")
     num_steps = state.get("num_steps")
     if type(num_steps) is not int or not 0 <= num_steps <= 2**60:
-        raise _WrongError(f"state['num_steps'] is {num_steps!r}, which is no number of steps.")
+        raise _WrongError(f"state['num_steps'] is {num_steps!r}, which is not a number of steps.")
     if not isinstance(state.get("user"), dict):
-        raise _WrongError("state['user'] is not what a script keeps: an object.")
+        raise _WrongError("state['user'] must be an object.")
     for problem in _problems_of_scale(state):
         raise _WrongError(problem)
 

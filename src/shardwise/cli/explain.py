@@ -80,11 +80,11 @@ def _explained(args: argparse.Namespace) -> Explained:
         given = "" if args.world is None else f", not {args.world}"
         raise ConfigError(f"For how many ranks? Give --world N of at least 1{given}.")
     if args.optimizer_states < 0:
-        raise ConfigError(f"--optimizer-states is {args.optimizer_states}; an optimizer keeps none or more.")
+        raise ConfigError(f"--optimizer-states is {args.optimizer_states}; give 0 or more.")
     mesh = mesh_for(plan, args.world)
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
-        raise ConfigError("--batch is for a model: give --model FILE:CALLABLE too.")
+        raise ConfigError("--batch needs a model: give --model FILE:CALLABLE too.")
     units, sizes, activations = _units(args, plan, table, mesh)
     subject = Subject(units, sizes, args.optimizer_states, args.optimizer, activations, args.batch)
     return explain(plan, mesh, table, known_from, subject)

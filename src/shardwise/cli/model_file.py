@@ -35,7 +35,7 @@ def units_of(
     specs = [(choice, unit_spec(choice, rows, mesh, updates, on_cpu=on_cpu)) for choice in choices]
     kept = [(choice, spec) for choice, spec in specs if spec.flats]
     if not kept:
-        raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to place.")
+        raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
     return tuple(spec for _, spec in kept), tuple(_size(choice) for choice, _ in kept)
 
 
@@ -116,7 +116,7 @@ def _imported(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise ModelError(
             f"{path} could not be imported: {type(error).__name__}: {error}. "
-            f"Keep what must not run then under `if __name__ == '__main__':`."
+            f"Put what must not run on import under `if __name__ == '__main__':`."
         ) from error
     finally:
         sys.path.remove(str(path.parent.resolve()))
@@ -132,8 +132,8 @@ def _callable(module: ModuleType, file: str, name: str) -> Callable[[], Any]:
     needed = _needed(build)
     if needed:
         raise ModelError(
-            f"{name} in {file} needs {' and '.join(needed)}. Name a callable that needs nothing, "
-            f"such as `def build(): return {name}(...)`."
+            f"{name} in {file} has the required arguments {' and '.join(needed)}. Give a callable "
+            f"without required arguments, such as `def build(): return {name}(...)`."
         )
     found: Callable[[], Any] = build
     return found

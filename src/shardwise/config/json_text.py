@@ -29,7 +29,7 @@ def _walk_json(text: str, at: int, path: KeyPath, lines: dict[KeyPath, int]) -> 
         line = text.count("\n", 0, at) + 1
         key, at = json.JSONDecoder().raw_decode(text, at)
         if (*path, key) in lines:
-            raise SourceError(f"the key {key!r} stands twice, first on line {lines[*path, key]}.", line)
+            raise SourceError(f"the key {key!r} is given twice, first on line {lines[*path, key]}.", line)
         lines[*path, key] = line
         at = _skip(text, _skip(text, at) + 1)
         if text[at] == "{":

@@ -82,8 +82,8 @@ def _apply(override: str, values: dict[str, Any], origins: dict[KeyPath, str]) -
         section = section[key]
         if not isinstance(section, dict):
             raise ConfigError(
-                f"{origin}: {'.'.join(path)} is below {'.'.join(path[:depth])}, which is {section!r} "
-                f"({origins[path[:depth]]}) and has nothing below it."
+                f"{origin}: {'.'.join(path)} cannot be set, because {'.'.join(path[:depth])} is {section!r} "
+                f"({origins[path[:depth]]}), not a mapping."
             )
     section[path[-1]] = value
     for known in [known for known in origins if known[: len(path)] == path]:
@@ -102,5 +102,5 @@ def _parsed(override: str) -> tuple[KeyPath, object]:
     try:
         value = parse_value(text)
     except SourceError as error:
-        raise ConfigError(f"override {override!r}: {error} Text with marks in it needs quotes.") from None
+        raise ConfigError(f"override {override!r}: {error} Put text with special characters in quotes.") from None
     return path, _copied(value, name) if isinstance(value, Mapping) else value

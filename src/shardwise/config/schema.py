@@ -34,7 +34,9 @@ def _one_rule(rule: dict[str, str | int]) -> dict[str, str | int]:
     is_either = ("class" in rule) != ("min_numel" in rule) and isinstance(rule.get("class", ""), str)
     if is_either and all(isinstance(count, int) and count >= 1 for count in counts):
         return rule
-    raise ValueError("a rule is {class: name} or {min_numel: count}, with {together: count} if several are one unit")
+    raise ValueError(
+        "a rule is {class: name} or {min_numel: count}; {together: count} puts several modules into one unit"
+    )
 
 
 # The inner descriptions are how an error and the schema's table say the type in words.

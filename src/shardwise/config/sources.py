@@ -23,15 +23,15 @@ def read_source(path: Path) -> Source:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(
-            f"{path} ends in {path.suffix!r}, which is no plan file. Use {', '.join(_READERS)}."
+            f"{path} ends in {path.suffix!r}, which is not a plan file's suffix. Use one of {', '.join(_READERS)}."
             if path.suffix
-            else f"{path} has no suffix, so its format is not known. Use {', '.join(_READERS)}."
+            else f"{path} has no suffix, so its format is unknown. Use one of {', '.join(_READERS)}."
         )
     text = _text(path)
     try:
         source: Source = importlib.import_module(reader).read(text)
         if not source.values and not text.lstrip().startswith("{"):
-            raise SourceError("the file is empty. Name at least a preset, such as zero3.")
+            raise SourceError("the file is empty. Give at least a preset, such as 'preset: zero3'.")
     except SourceError as error:
         place = f"{path}:{error.line}" if error.line else str(path)
         raise ConfigError(f"{place}: {error}") from None
@@ -60,13 +60,13 @@ def _text(path: Path) -> str:
 def _missing(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
-        return f"There is no folder {str(folder)!r} for the plan {path.name!r}; looked from {Path.cwd()}."
+        return f"There is no folder {str(folder)!r} for the plan {path.name!r}; the current folder is {Path.cwd()}."
     names = {file.name for file in folder.iterdir() if file.suffix.lower() in _READERS} - _NO_PLANS
     close = difflib.get_close_matches(path.name, sorted(names), n=1, cutoff=0.5)
     if close:
         hint = f"Did you mean {close[0]!r}?"
     elif names:
-        hint = "A preset is named without a suffix, such as zero3."
+        hint = "To use a preset, give its name without a suffix, such as zero3."
     else:
         hint = f"There is no {' or '.join(_READERS)} file in that folder."
     return f"There is no plan file {str(path)!r}; looked in {folder.resolve()}. {hint}"

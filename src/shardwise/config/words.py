@@ -52,7 +52,7 @@ def unknown_at(root: type[BaseModel], path: tuple[str, ...]) -> str | None:
     above, key = path[:depth], path[depth]
     section = ".".join(above)
     if not is_section(_annotation_at(root, above)):
-        return f"{section} has nothing below it."
+        return f"{section} has no keys of its own."
     return f"unknown key {key!r} in {section or 'the plan'}. {nearest(key, known_keys(root, above))}"
 
 

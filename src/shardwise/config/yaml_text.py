@@ -49,13 +49,13 @@ def _compose(text: str) -> tuple[yaml.Node | None, Any]:
         line = text.count("\n", 0, error.position) + 1
         raise SourceError(f"this is not YAML: {error.reason}.", line) from None
     except ValueError as error:
-        raise SourceError(f"a value is not what its form says: {error}. Put it in quotes.") from None
+        raise SourceError(f"a value cannot be read: {error}. If it is text, put it in quotes.") from None
 
 
 def _refuse_odd_keys(node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
     """Keys must be text and stand once; YAML itself would keep the last and say nothing."""
     if node in above:
-        raise SourceError("an alias refers to the mapping that it stands in.", node.start_mark.line + 1)
+        raise SourceError("an alias refers to the mapping that contains it.", node.start_mark.line + 1)
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
@@ -64,7 +64,7 @@ def _refuse_odd_keys(node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:
         if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
             raise SourceError(f"the key {_as_written(key)} is not text. Put it in quotes.", line)
         if key.value in seen:
-            raise SourceError(f"the key {key.value!r} stands twice, first on line {seen[key.value]}.", line)
+            raise SourceError(f"the key {key.value!r} is given twice, first on line {seen[key.value]}.", line)
         seen[key.value] = line
         _refuse_odd_keys(value, (*above, node))
 

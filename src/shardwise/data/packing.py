@@ -60,7 +60,7 @@ class PackedRows:
         self.row_tokens = row_tokens
         self.stride = row_tokens if stride is None else stride
         if self.row_tokens < 1 or self.stride < 1:
-            raise ConfigError(f"Rows of {row_tokens} tokens, {self.stride} apart: both must be at least 1.")
+            raise ConfigError(f"row_tokens is {row_tokens} and the stride is {self.stride}; both must be at least 1.")
         self._documents = documents
         self._separator = separator
         self._masks = masks
@@ -111,7 +111,7 @@ def _lengths(documents: Any, lengths: ArrayLike | None) -> Tokens:
     if known.shape != (len(documents),):
         raise ConfigError(f"There are {len(documents)} documents, but lengths has shape {list(known.shape)}.")
     if known.size and known.min() < 0:
-        raise ConfigError(f"Document {int(known.argmin())} has length {int(known.min())}.")
+        raise ConfigError(f"Document {int(known.argmin())} has length {int(known.min())}; a length is 0 or more.")
     return known
 
 

@@ -47,7 +47,7 @@ class Permutation:
         """What lies at each of `places`, int64 of any shape, each in `range(num_items)`."""
         found = np.asarray(places, dtype=np.int64)
         if found.size and not (found.min() >= 0 and found.max() < self.num_items):
-            raise IndexError(f"A place outside of range({self.num_items}).")
+            raise IndexError(f"A position is outside of range({self.num_items}).")
         found = self._encipher(found.ravel())
         astray = np.flatnonzero(found >= self.num_items)
         while astray.size:

@@ -36,7 +36,7 @@ class Mixture:
 
     def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
         if not sources:
-            raise ConfigError("A mixture of no sources has no samples.")
+            raise ConfigError("The mixture has no sources; give at least one.")
         self.sources = {name: _map_style(sources[name], name) for name in sorted(sources)}
         self.weights = {name: float(len(s)) for name, s in self.sources.items()} if weights is None else dict(weights)
         if self.weights.keys() != self.sources.keys():
@@ -152,7 +152,7 @@ class Catalogue:
 
 def _map_style(source: Any, name: str) -> MapStyle:
     if isinstance(source, Stream | IterableDataset):
-        raise ConfigError(f"{name} is a stream; a mixture has map-style sources only, with a length and an index.")
+        raise ConfigError(f"{name} is a stream; a mixture takes map-style sources only, with a length and an index.")
     if isinstance(source, Mapping):
         raise ConfigError(
             f"{name} is a mapping with the keys {sorted(map(str, source))}. Give one of its values, or "

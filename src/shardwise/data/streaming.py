@@ -135,7 +135,7 @@ class _Reader:
             if next(iterator, _END) is _END:
                 raise DataError(
                     f"{self._stream.name} ended after {seen} samples of epoch {self.epoch}, but had given "
-                    f"{self.position} before. An epoch has to give the same samples whenever it is begun."
+                    f"{self.position} before. An epoch must give the same samples every time."
                 )
 
 

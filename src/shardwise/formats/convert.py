@@ -116,16 +116,16 @@ class _Settings:
         try:
             max_bytes = parse_bytes(max_file_bytes) if isinstance(max_file_bytes, str) else max_file_bytes
         except ValueError as error:
-            raise ConfigError(f"The size of a file: {error}.") from error
+            raise ConfigError(f"The largest size of a file: {error}.") from error
         if max_bytes < 1:
-            raise ConfigError(f"The size of a file is {max_bytes}; it must be at least a byte.")
+            raise ConfigError(f"The largest size of a file is {max_bytes}; give at least 1 byte.")
         return cls(to, None if dtype is None else DTYPES[dtype], max_bytes)
 
 
 def _prepared(source: Source, settings: _Settings, weights_only: bool, config: str | Path | None) -> Source:
     """What of `source` is to be written, in the dtypes asked for."""
     if not source.weights:
-        raise CheckpointError(f"{source.path} has no weights that could be converted.")
+        raise CheckpointError(f"{source.path} has no weights to convert.")
     if config is not None:
         source = replace(source, kept=_configuration(Path(config)))
     if source.form == hf.FORM and settings.to != "hf":
@@ -140,7 +140,7 @@ def _configuration(path: Path) -> tuple[Path, ...]:
         return (path,)
     if (path / hf.CONFIG).is_file():
         return hf.files_to_keep(path)[0]
-    raise ConfigError(f"--config is {path}; name a {hf.CONFIG}, or a folder with one.")
+    raise ConfigError(f"--config is {path}; give a {hf.CONFIG}, or a folder that contains one.")
 
 
 def _cast(source: Source, dtype: torch.dtype) -> Source:
@@ -181,7 +181,7 @@ def _write(conversion: Conversion, draft: Path, tick: Tick) -> None:
     free = shutil.disk_usage(draft).free
     if needed > free:
         raise CheckpointError(
-            f"{format_bytes(needed)} are to be written, and {draft.parent} has {format_bytes(free)} left."
+            f"The result needs {format_bytes(needed)}, but {draft.parent} has only {format_bytes(free)} free."
         )
     if conversion.to == "hf":
         hf.write_hf(source, draft, _hf_specs(source), max_bytes, tick)

@@ -18,7 +18,7 @@ def why_not_covered(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return f"a piece of it has {len(sizes)} dims instead of {len(shape)}"
         if any(o < 0 or s < 0 or o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
-            return f"a piece of it, {list(sizes)} at {list(offsets)}, leads out of its shape {list(shape)}"
+            return f"a piece of it, {list(sizes)} at {list(offsets)}, lies outside its shape {list(shape)}"
     solid = [box for box in boxes if math.prod(box[1])]
     if (twice := _overlapping(solid)) is not None:
         return f"two pieces of it, at {list(twice[0][0])} and {list(twice[1][0])}, overlap"

@@ -145,7 +145,7 @@ class _Store:
         for chunk in stored.chunks:
             piece = load_bytes(self._bytes(key, chunk.place), f"{self._path / chunk.place.file} at {key}")
             if not isinstance(piece, Tensor) or tuple(piece.shape) != chunk.sizes or piece.dtype != stored.dtype:
-                raise CheckpointError(f"{self._path} has a piece of {key} that is not as its metadata says.")
+                raise CheckpointError(f"{self._path} has a piece of {key} that does not match its metadata.")
             whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] = piece
         return whole
 
@@ -163,14 +163,16 @@ class _Store:
         """The file of `place`, which has all of it."""
         if place.transforms:
             raise CheckpointError(
-                f"{self._path} keeps {key} transformed ({', '.join(place.transforms)}), "
-                f"which is not read here; save it without extensions."
+                f"{self._path} stores {key} transformed ({', '.join(place.transforms)}), "
+                f"which cannot be read. Save it without extensions."
             )
         handle = open_regular(inside(self._path, place.file))
         size = handle.seek(0, os.SEEK_END)
         if place.start + place.num_bytes > size:
             handle.close()
-            raise CheckpointError(f"{self._path / place.file} has {size} bytes and lacks those of {key}; it was cut.")
+            raise CheckpointError(
+                f"{self._path / place.file} has only {size} bytes, without those of {key}; it was truncated."
+            )
         return handle
 
 

@@ -78,7 +78,7 @@ class _Reader:
         tensors, objects = {}, {}
         for key, said in keys.items():
             if not isinstance(key, str):
-                self._refuse("a key in it is no text")
+                self._refuse("a key in it is not text")
             if _short_name(said) == "BytesStorageMetadata":
                 objects[key] = self._place(places, key, None)
             else:
@@ -90,14 +90,14 @@ class _Reader:
         dtype = self._dtype(self._field(said, "TensorStorageMetadata", "properties"), key)
         listed = self._field(said, "TensorStorageMetadata", "chunks")
         if not isinstance(listed, list):
-            self._refuse(f"the pieces of {key} are no list")
+            self._refuse(f"the pieces of {key} are not a list")
         boxes = [
             tuple(self._sizes(self._field(one, "ChunkStorageMetadata", word), key) for word in ("offsets", "sizes"))
             for one in listed
         ]
         wrong = why_not_covered(shape, [(offsets, sizes) for offsets, sizes in boxes])
         if wrong:
-            raise CheckpointError(f"{self._path.parent} cannot give {key}, by its metadata: {wrong}.")
+            raise CheckpointError(f"{key} cannot be read from {self._path.parent}: by its metadata {wrong}.")
         chunks = tuple(
             Chunk(offsets, sizes, self._place(places, key, offsets)) for offsets, sizes in boxes if math.prod(sizes)
         )
@@ -106,7 +106,7 @@ class _Reader:
                 self._refuse(f"a piece of {key} has fewer bytes than its elements take")
         in_order = sorted((chunk.place for chunk in chunks), key=lambda place: (place.file, place.start))
         if any(one.file == two.file and two.start < one.start + one.num_bytes for one, two in pairwise(in_order)):
-            self._refuse(f"two pieces of {key} lie in the same bytes")
+            self._refuse(f"two pieces of {key} use the same bytes")
         return StoredTensor(shape, dtype, chunks)
 
     def _dtype(self, properties: Any, key: str) -> torch.dtype:
@@ -120,10 +120,10 @@ class _Reader:
         for index, info in self._mapping(said, "list of places").items():
             fqn, offset = self._field(index, "MetadataIndex", "fqn"), index.field("offset")
             if not isinstance(fqn, str):
-                self._refuse("a key in it is no text")
+                self._refuse("a key in it is not text")
             place = (fqn, None if offset is None else self._sizes(offset, fqn))
             if place in places:
-                self._refuse(f"it says twice where {fqn} lies")
+                self._refuse(f"it gives the place of {fqn} twice")
             places[place] = self._info(info, fqn)
         return places
 
@@ -133,18 +133,18 @@ class _Reader:
         transforms = info.field("transform_descriptors") or ()
         if not is_plain_name(file):
             raise CheckpointError(
-                f"{self._path} says that {fqn} lies in {file!a:.200}, which is not a plain file name. What belongs to "
-                f"a checkpoint lies in its own folder; this one is damaged, or was made to lead elsewhere."
+                f"{self._path} says that {fqn} lies in {file!a:.200}, which is not a plain file name. The files "
+                f"of a checkpoint must be in its own folder; this one is damaged, or was made to read other files."
             )
         if not _is_size(start) or not _is_size(num_bytes):
-            self._refuse(f"{fqn} lies at bytes that cannot be")
+            self._refuse(f"{fqn} has an impossible range of bytes")
         if not isinstance(transforms, list | tuple) or not all(isinstance(one, str) for one in transforms):
-            self._refuse(f"{fqn} is transformed in a way that is no text")
+            self._refuse(f"{fqn} has a transformation whose name is not text")
         return Place(file, start, num_bytes, tuple(transforms))
 
     def _place(self, places: dict[Any, Place], key: str, offsets: tuple[int, ...] | None) -> Place:
         if (key, offsets) not in places:
-            raise CheckpointError(f"{self._path.parent} does not say where {key} lies; its metadata is incomplete.")
+            raise CheckpointError(f"{self._path.parent} does not say where {key} is; its metadata is incomplete.")
         return places[key, offsets]
 
     def _paths(self, said: Any) -> dict[str, ObjectPath]:
@@ -154,9 +154,9 @@ class _Reader:
         for key, path in self._mapping(said, "list of paths").items():
             parts = list(path) if isinstance(path, tuple | list) else []
             if not isinstance(key, str) or not 0 < len(parts) <= MAX_NESTING:
-                self._refuse("where a key was in the state that was saved is no path")
+                self._refuse("a key's path in the saved state is not a path")
             if not all(isinstance(part, str) or _is_size(part) for part in parts):
-                self._refuse(f"where {key} was in the state that was saved is no path")
+                self._refuse(f"the path of {key} in the saved state is not a path")
             paths[key] = tuple(parts)
         return paths
 
@@ -164,7 +164,7 @@ class _Reader:
 
     def _field(self, made: Any, name: str, key: str) -> Any:
         if _short_name(made) != name:
-            self._refuse(f"it has {_words(made)} in the place of {name}")
+            self._refuse(f"it has {_words(made)} instead of {name}")
         return made.field(key)
 
     def _mapping(self, value: Any, what: str) -> dict[Any, Any]:

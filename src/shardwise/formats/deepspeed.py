@@ -56,7 +56,7 @@ def open_deepspeed(path: Path) -> Source:
     """The checkpoint at `path`; the newest one, if it is the folder given to `save_checkpoint`."""
     folder = folder_of(path)
     if folder is None:
-        raise CheckpointError(f"{path} has no DeepSpeed checkpoint: no {MODEL_FILES} is in it.")
+        raise CheckpointError(f"{path} is not a DeepSpeed checkpoint: it has no {MODEL_FILES}.")
     _refuse_split_models(folder)
     models = [_model_states(file) for file in _in_order(folder, MODEL_FILES)]
     optims = [_optim_states(file) for file in _in_order(folder, OPTIM_FILES)]
@@ -138,7 +138,7 @@ def _in_order(folder: Path, pattern: str) -> list[Path]:
     if ranks and ranks != list(range(len(found))):
         lacking = next(rank for rank in range(len(found) + 1) if rank not in ranks)
         raise CheckpointError(
-            f"{folder} has {len(found)} files {pattern}, and none of rank {lacking}; it is incomplete."
+            f"{folder} has {len(found)} files {pattern}, but none of rank {lacking}; it is incomplete."
         )
     return [inside(folder, path.name) for path in found]
 
@@ -158,14 +158,14 @@ def _refuse_split_models(folder: Path) -> None:
         if found is not None:
             raise CheckpointError(
                 f"{folder} is a DeepSpeed checkpoint {words} (it has {found.name}), which cannot be imported. "
-                f"Save the model whole there, with save_16bit_model or as Hugging Face, and convert that."
+                f"Save the whole model in DeepSpeed, with save_16bit_model or as Hugging Face, and convert that."
             )
 
 
 def _model_states(file: Path) -> Table:
     state = load_file(file)
     if not isinstance(state, dict) or not {"module", "global_steps", "dp_world_size"} <= state.keys():
-        raise CheckpointError(f"{file} is not a model file of DeepSpeed.")
+        raise CheckpointError(f"{file} is not a DeepSpeed model file.")
     return Table(state, str(file))
 
 

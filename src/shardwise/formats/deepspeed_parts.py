@@ -123,7 +123,7 @@ class _Found:
     ) -> None:
         for kind, flat in vectors.items():
             if not 0 <= start <= start + numel <= flat.numel():
-                raise CheckpointError(f"{where} is damaged: {kind} of {name!a:.200} leads out of its group.")
+                raise CheckpointError(f"{where} is damaged: {kind} of {name!a:.200} lies outside its group.")
             self._parts[name][kind].append(flat[start : start + numel])
         self._scalars[name].update(scalars)
 

@@ -14,7 +14,7 @@ from shardwise.errors import CheckpointError
 def refuse_to_overwrite(out: Path) -> None:
     """Raise `CheckpointError` if there is anything under the name `out`."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise CheckpointError(f"{out} is there already and is not empty; name another folder, or remove it first.")
+        raise CheckpointError(f"{out} already exists and is not empty. Give another folder, or remove it first.")
 
 
 @contextmanager

@@ -40,9 +40,9 @@ def form_of(path: Path) -> str:
 
 def _form_of(path: Path) -> str:
     if not path.exists():
-        raise CheckpointError(f"There is no {path}.")
+        raise CheckpointError(f"{path} does not exist.")
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; name the folder of the checkpoint.")
+        raise CheckpointError(f"{path} is a file; give the folder of the checkpoint.")
     if (path / LATEST).exists():
         open_regular(inside(path, LATEST)).close()  # which several formats have, and read
     if ours.is_ours(path):
@@ -61,10 +61,10 @@ def _foreign(path: Path) -> str:
     known = "; ".join(FORMS.values())
     for name, words in OTHERS.items():
         if name in names:
-            return f"{path} is {words} (it has {name}), which is not read here. What is read: {known}."
+            return f"{path} is {words} (it has {name}), which cannot be read. These can: {known}."
     if not names:
         return f"{path} is empty."
-    return f"{path} is no checkpoint that is known here: it has {', '.join(names[:4])}. What is read: {known}."
+    return f"{path} is not a known kind of checkpoint: it has {', '.join(names[:4])}. These can be read: {known}."
 
 
 def open_checkpoint(path: Path) -> Source:

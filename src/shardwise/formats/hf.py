@@ -81,7 +81,7 @@ def _names_by_file(path: Path) -> dict[Path, list[str] | None]:
             return {inside(path, name): None}
         if (path / f"{name}.index.json").exists():
             return dict(read_index(path / f"{name}.index.json"))
-    raise CheckpointError(f"{path} is not a folder of Hugging Face: it has neither {SAFE} nor {BIN}.")
+    raise CheckpointError(f"{path} is not a Hugging Face folder: it has neither {SAFE} nor {BIN}.")
 
 
 Found = dict[str, tuple[Spec, Callable[[], Tensor]]]
@@ -97,7 +97,7 @@ def _in_safetensors(file: Path) -> Found:
 def _in_pickle(file: Path) -> Found:
     state = load_file(file)
     if not isinstance(state, dict):
-        raise CheckpointError(f"{file} is no state dict, from names to tensors.")
+        raise CheckpointError(f"{file} is not a state dict, which maps names to tensors.")
 
     def entry(name: str, one: Tensor) -> tuple[Spec, Callable[[], Tensor]]:
         return Spec(PARAM, name, tuple(one.shape), one.dtype), one.clone
@@ -143,7 +143,7 @@ class HfWriter:
     def write(self, spec: Spec, tensor: Tensor) -> None:
         name, expected = self._waiting[self._next]
         if expected.name != spec.name:
-            raise CheckpointError(f"{spec.name} came where {expected.name} was announced.")
+            raise CheckpointError(f"{spec.name} arrived instead of {expected.name}; the source contradicts itself.")
         if self._open is None or self._open[0] != name:
             self._finish_file()
             heads = {one.name: one for one in self._shards[name]}
@@ -161,7 +161,7 @@ class HfWriter:
             return
         self._finish_file()
         if self._next < len(self._waiting):
-            raise CheckpointError(f"{self._waiting[self._next][1].name} never came.")
+            raise CheckpointError(f"{self._waiting[self._next][1].name} was listed but never arrived.")
         if len(self._shards) > 1:
             self._write_index()
 

@@ -115,8 +115,8 @@ def _refuse_gaps(source: Source, names: ModelNames, found: dict[str, Spec], unkn
             hint = f" It has {unknown[0]}, which the model does not have. {nearest(name, unknown)}" if unknown else ""
             raise CheckpointError(
                 f"{source.path} lacks {name}, which its model has.{hint} Where transformers rearranges weights as it "
-                f"loads them, build the model with from_pretrained, shard it, and save it with engine.save(); or give "
-                f"the folder to shard, as weights=."
+                f"loads them, build the model with from_pretrained, shard it, and save it with engine.save(); or pass "
+                f"the folder to shard() as weights=."
             )
         if found[name].shape != shape:
             raise CheckpointError(

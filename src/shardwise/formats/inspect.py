@@ -97,7 +97,7 @@ def _odd_files(source: Source, sizes: tuple[int | None, ...]) -> Iterator[str]:
         if there is None:
             yield f"{source.path / file.name} is missing; the checkpoint is incomplete"
         elif there != file.num_bytes:
-            yield f"{source.path / file.name} has {there} bytes instead of {file.num_bytes}, so it was cut or changed"
+            yield f"{source.path / file.name} has {there} bytes instead of {file.num_bytes}: truncated or changed"
 
 
 def _problems(source: Source, tick: Callable[[Spec], None]) -> Iterator[str]:

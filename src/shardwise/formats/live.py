@@ -38,7 +38,7 @@ def save_pretrained(
     """
     if hasattr(model, "peft_config"):
         raise ModelError(
-            f"{type(model).__name__} has adapters of PEFT, which have a format of their own: "
+            f"{type(model).__name__} has PEFT adapters, which have a file format of their own: "
             f"model.save_pretrained(folder, state_dict=engine.state_dict(rank_0_only=True)) writes it."
         )
     refusal = ""

@@ -181,7 +181,7 @@ class _Machine:
         if isinstance(target, Made):
             target = target.elements
         if not isinstance(target, list):
-            raise _RefusedError("its pickle appends to what is no list")
+            raise _RefusedError("its pickle appends to something that is not a list")
         target.extend(items)
 
     def set_item(self) -> None:
@@ -196,7 +196,7 @@ class _Machine:
         if isinstance(target, Made):
             target = target.items
         if not isinstance(target, dict) or len(items) % 2:
-            raise _RefusedError("its pickle puts keys into what is no dict")
+            raise _RefusedError("its pickle sets keys of something that is not a dict")
         for key in items[::2]:
             if not isinstance(key, str | int | float | Made | None):  # hashing a tuple of tuples may never end
                 raise _RefusedError(f"its pickle has a {type(key).__name__} as a key")
@@ -216,13 +216,13 @@ class _Machine:
     def stacked_name(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise _RefusedError("its pickle names a class by what is no text")
+            raise _RefusedError("its pickle has a class name that is not text")
         self._stack.append(Name(f"{module}.{name}"))
 
     def call(self) -> None:
         args, called = self._stack.pop(), self._stack.pop()
         if not isinstance(called, Name) or not isinstance(args, tuple):
-            raise _RefusedError("its pickle calls what is no name")
+            raise _RefusedError("its pickle calls something that is not a name")
         self._stack.append({} if called.full in ORDERED and not args else Made(called.full, args))
 
     def call_with_keywords(self) -> None:
@@ -234,7 +234,7 @@ class _Machine:
         if isinstance(target, dict):
             return  # attributes of an OrderedDict, such as the `_metadata` of a state dict
         if not isinstance(target, Made) or target.state is not None:
-            raise _RefusedError("its pickle sets attributes of what is no object of its own")
+            raise _RefusedError("its pickle sets attributes of something that it did not make")
         target.state = state
 
     def outside(self) -> None:

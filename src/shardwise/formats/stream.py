@@ -61,7 +61,7 @@ class SafetensorsFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             if kind is None and self._missing:
-                raise CheckpointError(f"{self._path} was left without {next(iter(self._missing))}.")
+                raise CheckpointError(f"{self._path} was closed before {next(iter(self._missing))} was written.")
             self._file.flush()
             os.fsync(self._file.fileno())
         finally:

@@ -65,10 +65,10 @@ class Table:
 def expected(value: Any, kind: type[Kind], where: str, what: str) -> Kind:
     """`value`, if it is a `kind`; else a `CheckpointError`."""
     if value is None:
-        raise CheckpointError(f"{where} is damaged, or another program's: {what} is missing.")
+        raise CheckpointError(f"{where} is damaged, or was written by another program: {what} is missing.")
     if not isinstance(value, kind):
         raise CheckpointError(
-            f"{where} is damaged, or another program's: {what} is a {type(value).__name__} instead of a "
+            f"{where} is damaged, or was written by another program: {what} is a {type(value).__name__} instead of a "
             f"{kind.__name__}."
         )
     return value
@@ -88,6 +88,6 @@ def shapes_in(table: Table) -> dict[str, tuple[int, ...]]:
         if not isinstance(name, str) or not isinstance(shape, tuple | list):
             raise CheckpointError(f"{table.where} is damaged: it has no shape for {name!a:.200}.")
         if len(shape) > 64 or not all(type(one) is int and 0 <= one < 2**62 for one in shape):
-            raise CheckpointError(f"{table.where} is damaged: {name!a:.200} has no shape that a tensor can have.")
+            raise CheckpointError(f"{table.where} is damaged: {name!a:.200} has a shape that no tensor can have.")
         shapes[name] = tuple(shape)
     return shapes

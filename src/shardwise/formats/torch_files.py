@@ -55,7 +55,7 @@ def load_file(path: Path) -> Any:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
-            raise CheckpointError(f"{path} is empty; it was not written to its end.")
+            raise CheckpointError(f"{path} is empty; it was not written completely.")
         raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         if file.read(len(LOCAL_SIGNATURE)) == LOCAL_SIGNATURE:
             return _load_archive(file, raw, str(path))
@@ -66,7 +66,7 @@ def load_file(path: Path) -> Any:
 def load_bytes(content: bytearray, where: str) -> Any:
     """The object that `torch.save` made `content` of. `where` names it for errors. Tensors are views of `content`."""
     if not content:
-        raise CheckpointError(f"{where} is empty; it was not written to its end.")
+        raise CheckpointError(f"{where} is empty; it was not written completely.")
     return _load_archive(io.BytesIO(content), torch.frombuffer(content, dtype=torch.uint8), where)
 
 
@@ -74,14 +74,16 @@ def _load_archive(file: BinaryIO, raw: Tensor, where: str) -> Any:
     entries = _entries(file, where)
     heads = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(heads) != 1 or any(name.endswith("/constants.pkl") for name in entries):
-        raise CheckpointError(f"{where} is not what torch.save writes; TorchScript files and other archives are none.")
+        raise CheckpointError(
+            f"{where} was not written by torch.save; TorchScript files and other archives cannot be read."
+        )
     root = heads[0].removesuffix("data.pkl")
     order = _content(raw, entries[f"{root}byteorder"], where) if f"{root}byteorder" in entries else None
     if order is not None and bytes(order.tolist()) != b"little":
-        raise CheckpointError(f"{where} was written on a big-endian machine, which is not read here.")
+        raise CheckpointError(f"{where} was written on a big-endian machine, which cannot be read.")
     pickled = _content(raw, entries[heads[0]], where)
     if pickled.numel() > MAX_PICKLE_BYTES:
-        raise CheckpointError(f"{where} has {pickled.numel()} bytes that are no tensors, too many to be read.")
+        raise CheckpointError(f"{where} has {pickled.numel()} bytes that are not tensors, which is too many to read.")
     value, _ = read_pickle(pickled.numpy().tobytes(), where)
 
     def storage(key: str, num_bytes: int) -> Tensor:
@@ -100,10 +102,10 @@ def _entries(file: BinaryIO, where: str) -> dict[str, zipfile.ZipInfo]:
         *(zipfile.BadZipFile, NotImplementedError, OSError, EOFError, ValueError, OverflowError),
         *(IndexError, struct.error),
     ) as error:
-        raise CheckpointError(f"{where} cannot be read: it is damaged, or was not written to its end.") from error
+        raise CheckpointError(f"{where} cannot be read: it is damaged, or was not written completely.") from error
     entries = {entry.filename: entry for entry in listed}
     if len(entries) != len(listed):
-        raise CheckpointError(f"{where} has two entries of one name; it is damaged, or was made to mislead.")
+        raise CheckpointError(f"{where} has two entries of the same name; it is damaged, or was made to mislead.")
     return entries
 
 
@@ -118,7 +120,7 @@ def _content(raw: Tensor, entry: zipfile.ZipInfo, where: str) -> Tensor:
     name_bytes, extra_bytes = struct.unpack("<HH", local[26:30])
     start = at + LOCAL_HEAD_BYTES + name_bytes + extra_bytes
     if start + entry.file_size > raw.numel():
-        raise CheckpointError(f"{where} ends within {entry.filename!a}; it was cut.")
+        raise CheckpointError(f"{where} ends within {entry.filename!a}; it was truncated.")
     return raw[start : start + entry.file_size]
 
 
@@ -129,10 +131,10 @@ def _load_legacy(content: mmap.mmap, raw: Tensor, where: str) -> Any:
         value, at = read_pickle(content, where, at)
         found.append(value)
         if number == 0 and (type(value), value) != (int, LEGACY_MAGIC):
-            raise CheckpointError(f"{where} is not what torch.save writes.")
+            raise CheckpointError(f"{where} was not written by torch.save.")
     _, protocol, machine, value, keys = found
     if protocol != LEGACY_PROTOCOL or not isinstance(machine, dict) or machine.get("little_endian") is not True:
-        raise CheckpointError(f"{where} was written by a torch, or on a machine, that is not read here.")
+        raise CheckpointError(f"{where} was written by a version of torch, or on a machine, that is not supported.")
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise CheckpointError(f"{where} is damaged: it does not say which tensors it has.")
     sizes: dict[str, int] = {}
@@ -142,7 +144,7 @@ def _load_legacy(content: mmap.mmap, raw: Tensor, where: str) -> Any:
         start = at + 8
         at = start + sizes.get(key, 0)
         if key not in sizes or at > raw.numel():
-            raise CheckpointError(f"{where} ends within its tensors; it was cut.")
+            raise CheckpointError(f"{where} ends within its tensors; it was truncated.")
         places[key] = raw[start:at]
 
     def storage(key: str, num_bytes: int) -> Tensor:
@@ -212,14 +214,14 @@ class _Reviver:
         key, held, numel = self._storage_of(outside)
         dtype = held if dtype is None else dtype
         if not isinstance(dtype, torch.dtype) or not _are_sizes(size) or not _are_sizes(stride):
-            raise CheckpointError(f"{self._where} has a tensor that is not described as torch does it.")
+            raise CheckpointError(f"{self._where} describes a tensor in a way that torch does not.")
         num_bytes = numel * held.itemsize
         is_empty = not math.prod(size)
         if len(size) != len(stride) or not _are_sizes((offset,)):
-            raise CheckpointError(f"{self._where} has a tensor that is not described as torch does it.")
+            raise CheckpointError(f"{self._where} describes a tensor in a way that torch does not.")
         last = offset + sum((s - 1) * t for s, t in zip(size, stride, strict=True))
         if not is_empty and (last + 1) * dtype.itemsize > num_bytes:
-            raise CheckpointError(f"{self._where} has a tensor of shape {list(size)} that leads out of its storage.")
+            raise CheckpointError(f"{self._where} has a tensor of shape {list(size)} that exceeds its storage.")
         if math.prod(size) > max(MAX_EXPANDED, num_bytes // dtype.itemsize):
             raise CheckpointError(f"{self._where} has a tensor of {math.prod(size)} elements over {num_bytes} bytes.")
         content = self._storage(key, num_bytes)
@@ -237,8 +239,8 @@ class _Reviver:
             case ("storage", Name() as kind, str() as key, _, int() as numel, *views) if numel >= 0:
                 if kind.full in STORAGES and views in ([], [None]):
                     return key, STORAGES[kind.full], numel
-                raise CheckpointError(f"{self._where} has tensors of {kind.full}, which are not read here.")
-        raise CheckpointError(f"{self._where} has a tensor that is not described as torch does it.")
+                raise CheckpointError(f"{self._where} has tensors of {kind.full}, which cannot be read.")
+        raise CheckpointError(f"{self._where} describes a tensor in a way that torch does not.")
 
 
 def _are_sizes(value: Any) -> bool:

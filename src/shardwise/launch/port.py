@@ -27,7 +27,7 @@ def listen(port: int | None) -> socket.socket:
 
 
 def _letter(port: int | None, error: OSError) -> str:
-    cure = "Give another with --port, or leave --port out and a free one is found."
+    cure = "Give another --port, or leave it out to use a free one."
     if error.errno == errno.EADDRINUSE:
         return f"Port {port} of {ADDRESS} is taken, perhaps by an earlier run that has not ended. {cure}"
     return f"Port {port or '(any)'} of {ADDRESS} cannot be opened: {error.strerror}. {cure}"
