@@ -285,7 +285,17 @@ class TestFailure:
         """One of them is still on its way out when the launcher ends the job."""
         bench.write(
             "train.py",
-            "import os, sys, atexit, time\natexit.register(time.sleep, 0.7 * (os.environ['RANK'] == '0'))\nsys.exit(3)",
+            READY
+            + """
+    import atexit
+    if rank == "0":
+        atexit.register(time.sleep, 2)
+        ready()
+    while not pathlib.Path("pid0").exists():
+        time.sleep(0.01)
+    time.sleep(0.2 * (rank == "1"))
+    sys.exit(3)
+    """,
         )
         result = bench.run("--nproc", "2", "train.py")
         assert result.returncode == 3
@@ -330,7 +340,16 @@ class TestFailure:
         assert "it raised SyntaxError: invalid syntax (File " in result.stderr.splitlines()[0]
 
     def test_log_dir_gets_every_traceback(self, bench: Bench) -> None:
-        bench.write("train.py", "raise ValueError('no data')")
+        bench.write(
+            "train.py",
+            READY
+            + """
+    ready()
+    while not all(pathlib.Path(f"pid{number}").exists() for number in (0, 1)):
+        time.sleep(0.001)
+    raise ValueError('no data')
+    """,
+        )
         result = bench.run("--nproc", "2", "--log-dir", "logs", "train.py")
         place = bench.path / "logs" / "attempt-0"
         assert result.stderr.count("Traceback") == 1
