@@ -22,15 +22,15 @@ SHARED_OUT := -n auto --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check loops extras lint types floors train bench clean
+.PHONY: help test check loops extras lint types imports train bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: lint types floors ## all that has to pass before anything lands
+test: lint types imports ## all that has to pass before anything lands
 	$(BIN)/pytest $(SHARED_OUT) tests/processes tests/faults tests/device tests/golden tests/face tests/pure tests/ranks
 
-check: lint types floors ## what takes under a minute: style, types, floors, what needs no ranks
+check: lint types imports ## what takes under a minute: style, types, imports, what needs no ranks
 	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
 
 loops: .venv/.test ## all that plain loops do, under every preset, with and without common memory; 200 models on devices
@@ -46,7 +46,7 @@ lint: .venv/.test ## style, by ruff
 types: .venv/.test ## types, by mypy
 	$(BIN)/mypy
 
-floors: .venv/.test ## who may import whom, by import-linter
+imports: .venv/.test ## who may import whom, by import-linter
 	$(BIN)/lint-imports
 
 train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/stdlib_gpt/zero3 ARGS="..."

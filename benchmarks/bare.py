@@ -22,9 +22,9 @@ class Bare:
         self._transport = transport
         self._others = range(1, num_ranks)
         self._full = torch.cat([param.detach().view(-1) for param in params])
-        self._inbox = torch.empty_like(self._full)
-        self._chunks, self._summands = self._full.chunk(num_ranks), self._inbox.chunk(num_ranks)
-        self._storages = self._full.untyped_storage(), self._inbox.untyped_storage()
+        self._fresh = torch.empty_like(self._full)
+        self._chunks, self._summands = self._full.chunk(num_ranks), self._fresh.chunk(num_ranks)
+        self._storages = self._full.untyped_storage(), self._fresh.untyped_storage()
         self._num_bytes = self._full.nbytes
         self._scale = torch.tensor(1 / num_ranks, dtype=self._full.dtype)
         self._num_params, self._num_arrived = len(params), 0
@@ -32,7 +32,7 @@ class Bare:
         """What this rank keeps, and updates."""
         sizes = [param.numel() for param in params]
         wholes = torch.split_with_sizes(self._full, sizes)
-        places = torch.split_with_sizes(self._inbox, sizes)
+        places = torch.split_with_sizes(self._fresh, sizes)
         for param, whole, place in zip(params, wholes, places, strict=True):
             param.data = whole.view(param.shape)
             self._watch(param, place.view(param.shape))

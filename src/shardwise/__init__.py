@@ -16,13 +16,13 @@ from shardwise.version import __version__
 
 if TYPE_CHECKING:
     from shardwise import data, optim
-    from shardwise.birth import deferred_init
     from shardwise.checkpoint import Keep
     from shardwise.comm import World
     from shardwise.config import Plan, load_plan
     from shardwise.engine import Engine, shard
     from shardwise.errors import ShardwiseError
     from shardwise.formats import convert, inspect
+    from shardwise.init import deferred_init
     from shardwise.mesh import Mesh
 
 __all__ = [
@@ -50,7 +50,7 @@ _HOMES = {
     "ShardwiseError": "shardwise.errors",
     "World": "shardwise.comm",
     "convert": "shardwise.formats",
-    "deferred_init": "shardwise.birth",
+    "deferred_init": "shardwise.init",
     "inspect": "shardwise.formats",
     "load_plan": "shardwise.config",
     "shard": "shardwise.engine",

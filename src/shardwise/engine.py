@@ -1,7 +1,7 @@
-"""The door: `shard` a model by a plan, and train it as before.
+"""`shard` a model by a plan, and train it as before.
 
-Behind it `works.py` takes the steps, `engine_state.py` has what reads, writes and saves the state of a live engine
-(through `access.py` and `state.py`), and `report.py` what people read.
+`sharded_model.py` takes the steps, `engine_state.py` reads, writes and saves the state of a live engine (through
+`access.py` and `state.py`), and `report.py` has what people read.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.birth import Init, Wishes
 from shardwise.checkpoint import Saver
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
 from shardwise.engine_state import EngineState, PlanLike
 from shardwise.errors import ModelError, StateError
+from shardwise.init import Init, Wishes
 from shardwise.mesh import Mesh
 from shardwise.placement import Table
 from shardwise.precision import LossScaler, Norm
 from shardwise.program import Footprint, render
 from shardwise.rehearsal import Loss
 from shardwise.report import MemoryReport, describe, memory_of, rehearsed, write_timeline
+from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import lay
 from shardwise.state import State
 from shardwise.units import parse_bytes
-from shardwise.works import Progress, Works, scaler_for
 
 __all__ = ["Engine", "MemoryReport", "PlanLike", "shard"]
 
@@ -56,8 +56,8 @@ def shard(
     from the environment if it is not given, and is then closed with the engine.
 
     First values: those of the model; of one built inside `deferred_init()`, or on the meta device, each rank makes
-    only its own part (docs/birth.md). `weights` is a safetensors file, or a folder as `save_pretrained` writes it,
-    of which each rank reads its own part; names must fit unless `strict` is false. `init` is called as
+    only its own part (docs/deferred-init.md). `weights` is a safetensors file, or a folder as `save_pretrained` writes
+    it, of which each rank reads its own part; names must fit unless `strict` is false. `init` is called as
     `init(module)` to fill a model on the meta device. `device` defaults to the model's own, and to this
     rank's for a model without values.
 
@@ -116,32 +116,32 @@ class Engine(EngineState):
         sharding = lay(model, plan, optimizers, world, wishes)
         self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
         progress = Progress(scaler=scaler_for(plan))
-        self._works = Works(model, optimizers, sharding, world, progress, self._state.saver.wait_for_copy)
-        self._works.runner.step.close_params()
+        self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._state.saver.wait_for_copy)
+        self._sharded.runner.step.close_params()
 
     @property
     def plan(self) -> Plan:
         """The plan that is followed; `reshard` takes another."""
-        return self._works.plan
+        return self._sharded.plan
 
     @property
     def mesh(self) -> Mesh:
         """The ranks as the plan arranges them."""
-        return self._works.mesh
+        return self._sharded.mesh
 
     @property
     def table(self) -> Table:
         """Where the four kinds of tensor live; rules of the plan may except some parameters."""
-        return self._works.table
+        return self._sharded.table
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps taken, those before a resume included."""
-        return self._works.progress.num_steps
+        return self._sharded.progress.num_steps
 
     @num_steps.setter
     def num_steps(self, number: int) -> None:
-        self._works.progress.num_steps = number
+        self._sharded.progress.num_steps = number
 
     @property
     def gradient_norm(self) -> float | None:
@@ -149,13 +149,13 @@ class Engine(EngineState):
 
         On a GPU to ask is to wait for it.
         """
-        norm = self._works.progress.gradient_norm
+        norm = self._sharded.progress.gradient_norm
         return None if norm is None else float(norm)
 
     @property
     def scaler(self) -> LossScaler | None:
         """The loss scale of fp16; `None` in other precisions."""
-        return self._works.progress.scaler
+        return self._sharded.progress.scaler
 
     # -- training ---------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Engine(EngineState):
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`."""
         self._require_open()
-        self._works.backward(loss)
+        self._sharded.backward(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the present loss scale: for a plain loop in fp16, `engine.scale(loss).backward()`.
@@ -175,7 +175,7 @@ class Engine(EngineState):
         In other precisions it is `loss` itself. The step takes the scale out of the gradients again.
         """
         self._require_open()
-        return self._works.scale(loss)
+        return self._sharded.scale(loss)
 
     def step(self) -> Norm | None:
         """Clip if the plan says so, update, and drop the gradients. All ranks call.
@@ -187,7 +187,7 @@ class Engine(EngineState):
         `f"{norm:.2f}"`, a comparison), and not before; in fp16, and on a CPU, it is a float.
         """
         self._require_open()
-        return self._works.step()
+        return self._sharded.step()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Norm:
         """Scale gradients to a global norm of at most `max_norm`; returns the norm before. All ranks call.
@@ -196,11 +196,11 @@ class Engine(EngineState):
         `clip_grad_norm` does it by itself, for the 2-norm. `norm_type` may be any positive number, or `inf`.
         """
         self._require_open()
-        return self._works.gradients.clip(max_norm, norm_type)
+        return self._sharded.gradients.clip(max_norm, norm_type)
 
     def zero_grad(self) -> None:
         """Forget all gradients. A step forgets them too; this is for those that are not to be used."""
-        self._works.zero_grad()
+        self._sharded.zero_grad()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -210,7 +210,7 @@ class Engine(EngineState):
         does. For the same at every step: `rows: {grad: {partial: [...]}}` in the plan.
         """
         self._require_open()
-        passes = self._works.runner.passes
+        passes = self._sharded.runner.passes
         before, passes.reduces = passes.reduces, False
         try:
             yield
@@ -237,13 +237,13 @@ class Engine(EngineState):
         """
         self._require_open()
         num_bytes = parse_bytes(keep_bytes) if isinstance(keep_bytes, str) else keep_bytes
-        return self._works.runner.inference(self.world, num_bytes)
+        return self._sharded.runner.inference(self.world, num_bytes)
 
     # -- what people read -------------------------------------------------------------------------------
 
     def memory(self) -> MemoryReport:
         """Promise and measurement for this rank; see `MemoryReport`."""
-        return memory_of(self._works)
+        return memory_of(self._sharded)
 
     def rehearse(self, batch: object, loss: Loss | None = None) -> Footprint:
         """What a step on `batch` will hold on this rank when it holds most, activations included: see `Footprint`.
@@ -254,7 +254,7 @@ class Engine(EngineState):
         else it is the output, or its `loss`. Raises `ModelError` for a model that asks for the values of tensors.
         """
         self._require_open()
-        return rehearsed(self._works, batch, loss)
+        return rehearsed(self._sharded, batch, loss)
 
     def timeline(self, path: str | Path) -> AbstractContextManager[None]:
         """Write what every rank does inside, unit by unit and action by action, to `path`. All ranks call.
@@ -263,16 +263,16 @@ class Engine(EngineState):
         it, to which the actions are known by the same names.
         """
         self._require_open()
-        return write_timeline(self._works, Path(path))
+        return write_timeline(self._sharded, Path(path))
 
     def program(self) -> str:
         """The program of one step as text: as foreseen before the first step, as recorded after it."""
-        program = self._works.runner.programs.program
+        program = self._sharded.runner.programs.program
         return render(program.micro_batch) + render(program.step)
 
     def __str__(self) -> str:
         """The table, the units, and the bytes of this rank."""
-        return describe(self._works)
+        return describe(self._sharded)
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"
@@ -301,7 +301,7 @@ class Engine(EngineState):
         try:
             self._state.saver.close()
         finally:
-            self._works.unhook()
+            self._sharded.unhook()
             if self._owns_world:
                 self.world.close(error)
 

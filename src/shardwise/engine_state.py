@@ -15,8 +15,8 @@ from shardwise.comm import World
 from shardwise.config import Plan, load_plan
 from shardwise.errors import StateError
 from shardwise.formats import DTYPES, MAX_FILE_BYTES, save_pretrained
+from shardwise.sharded_model import ShardedModel
 from shardwise.state import State, reshard
-from shardwise.works import Works
 
 PlanLike = Plan | str | Path | Mapping[str, Any]
 
@@ -28,7 +28,7 @@ class EngineState:
     world: World
     _is_open: bool
     _state: State
-    _works: Works
+    _sharded: ShardedModel
 
     # -- checkpoints ------------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ class EngineState:
         """
         self._require_open()
         return self._state.save(
-            self._works, Path(folder), step, state or {}, wait=wait, keep=keep or Keep(), metrics=metrics or {}
+            self._sharded, Path(folder), step, state or {}, wait=wait, keep=keep or Keep(), metrics=metrics or {}
         )
 
     def claim(self, folder: str | Path) -> None:
@@ -84,7 +84,7 @@ class EngineState:
         all raise the same `CheckpointError`, and nothing is changed, if it is damaged or another model's.
         """
         self._require_open()
-        return self._state.resume(self._works, Path(folder))
+        return self._state.resume(self._sharded, Path(folder))
 
     def reshard(self, plan: PlanLike) -> None:
         """Go on by another plan: another table, mesh, units or precision over the same ranks. All ranks call.
@@ -94,7 +94,7 @@ class EngineState:
         `ConfigError` for a plan that cannot be meant here; nothing has been changed then.
         """
         self._require_open()
-        self._works = reshard(self._works, load_plan(plan))
+        self._sharded = reshard(self._sharded, load_plan(plan))
 
     def save_pretrained(
         self,
@@ -114,8 +114,8 @@ class EngineState:
         self._require_open()
         save_pretrained(
             self.module,
-            self._works.access.kept_params(),
-            self._works.access.whole_params(),
+            self._sharded.access.kept_params(),
+            self._sharded.access.whole_params(),
             self.world,
             Path(folder),
             dtype=None if dtype is None else DTYPES[dtype],
@@ -133,7 +133,7 @@ class EngineState:
         self._require_open()
         if write:
             self._state.saver.wait_for_copy()
-        return self._works.access.gathered(names, write=write)
+        return self._sharded.access.gathered(names, write=write)
 
     def get(self, name: str, what: str = "param") -> torch.Tensor | None:
         """A whole tensor by the parameter's name, on every rank. All ranks call.
@@ -143,16 +143,16 @@ class EngineState:
         """
         self._require_open()
         if what == "grad":
-            self._works.gradients.prepare()
-        return self._works.access.read(name, what)
+            self._sharded.gradients.prepare()
+        return self._sharded.access.read(name, what)
 
     def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
         """Replace what `get` returns. All ranks call, with the same value."""
         self._require_open()
         if what == "grad":
-            self._works.gradients.prepare()
+            self._sharded.gradients.prepare()
         self._state.saver.wait_for_copy()
-        self._works.access.write(name, value, what)
+        self._sharded.access.write(name, value, what)
 
     def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
         """The plain model's `state_dict`, whole, on the CPU, for `model.load_state_dict` anywhere. All ranks call.
@@ -160,30 +160,30 @@ class EngineState:
         Unit by unit, so that no device holds more than one. Ranks other than 0 get `{}` if `rank_0_only`.
         """
         self._require_open()
-        return self._works.access.state_dict(on_rank=not rank_0_only or self.world.rank == 0)
+        return self._sharded.access.state_dict(on_rank=not rank_0_only or self.world.rank == 0)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over a plain model's `state_dict`, the same on every rank. All ranks call."""
         self._require_open()
         self._state.saver.wait_for_copy()
-        self._works.access.load_state_dict(state)
+        self._sharded.access.load_state_dict(state)
 
     def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
         """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""
         self._require_open()
-        return self._works.access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0)
+        return self._sharded.access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a plain optimizer's `state_dict()`, the same on every rank. All ranks call.
 
         `optimizer.load_state_dict` does the same."""
         self._require_open()
-        self._works.require_optimizer().load_state_dict(state)
+        self._sharded.require_optimizer().load_state_dict(state)
 
     def _require_open(self) -> None:
         if not self._is_open:
             raise StateError("This engine was closed; call shard() again to train the model.")
-        if self._works.is_taken_down:
+        if self._sharded.is_taken_down:
             raise StateError(
                 "A change of plan failed half-way, and this engine's values are gone with it. Close it, make another "
                 "with shard(), and resume from the last checkpoint."

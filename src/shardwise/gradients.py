@@ -117,11 +117,11 @@ class Gradients:
         if scaler is not None and self._prepared_at is not None and self.is_taken:
             scale_gradients(self._flats, scaler.scale)  # as are those that have come since
         runner.step.before()
-        norm = self._verdict.pronounce()
+        norm = self._verdict.decide()
         if self._verdict.is_incomplete:
             runner.step.reduce_unforeseen()
             runner.step.before()
-            norm = self._verdict.pronounce()
+            norm = self._verdict.decide()
         self._forget_figures()
         self.is_taken = True
         if scaler is not None and self.exist():

@@ -12,9 +12,9 @@ from shardwise.config import Plan
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.rehearsal import Loss, rehearse
+from shardwise.sharded_model import ShardedModel
 from shardwise.telemetry import write_trace
 from shardwise.units import format_bytes, format_count
-from shardwise.works import Works
 
 
 @dataclass(frozen=True)
@@ -57,33 +57,33 @@ class MemoryReport:
         )
 
 
-def memory_of(works: Works) -> MemoryReport:
+def memory_of(sharded: ShardedModel) -> MemoryReport:
     """Promise and measurement for this rank."""
-    specs = tuple(unit.spec for unit in works.sharding.units)
-    ddp = table_for(Plan(preset="ddp", precision=works.plan.precision), works.mesh)
-    replicas = tuple(_with_table(spec, ddp.on(works.mesh)) for spec in specs)
-    return MemoryReport(_footprint(works, specs).by_kind, _measured(works), _footprint(works, replicas).by_kind)
+    specs = tuple(unit.spec for unit in sharded.sharding.units)
+    ddp = table_for(Plan(preset="ddp", precision=sharded.plan.precision), sharded.mesh)
+    replicas = tuple(_with_table(spec, ddp.on(sharded.mesh)) for spec in specs)
+    return MemoryReport(_footprint(sharded, specs).by_kind, _measured(sharded), _footprint(sharded, replicas).by_kind)
 
 
-def rehearsed(works: Works, batch: object, loss: Loss | None) -> Footprint:
+def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footprint:
     """What a step on `batch` will hold on this rank, activations included."""
-    sharding = works.sharding
+    sharding = sharded.sharding
     activations = rehearse(
-        works.model, sharding.units, batch, device=sharding.device, compute=works.table.compute, loss=loss
+        sharded.model, sharding.units, batch, device=sharding.device, compute=sharded.table.compute, loss=loss
     )
-    return _footprint(works, tuple(unit.spec for unit in sharding.units), activations)
+    return _footprint(sharded, tuple(unit.spec for unit in sharding.units), activations)
 
 
-def _footprint(works: Works, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:
-    trace = works.runner.programs.trace if specs == works.runner.programs.specs else straight_trace(specs)
+def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:
+    trace = sharded.runner.programs.trace if specs == sharded.runner.programs.specs else straight_trace(specs)
     trace = activations.trace if activations is not None else trace
     planned = plan_step(
         specs,
         trace,
-        prefetch_bytes=None if works.plan.prefetch_bytes == "auto" else works.plan.prefetch_bytes,
+        prefetch_bytes=None if sharded.plan.prefetch_bytes == "auto" else sharded.plan.prefetch_bytes,
         states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
-        coordinate=works.mesh.coordinate(works.world.rank),
-        num_micro_batches=works.plan.accumulate,
+        coordinate=sharded.mesh.coordinate(sharded.world.rank),
+        num_micro_batches=sharded.plan.accumulate,
         activations=activations,
     )
     return planned.footprint
@@ -93,9 +93,9 @@ def _with_table(unit: UnitSpec, table: Table) -> UnitSpec:
     return replace(unit, flats=tuple(replace(flat, table=table) for flat in unit.flats))
 
 
-def _measured(works: Works) -> dict[str, int]:
-    meter = works.sharding.meter
-    states = works.optimizer.state_bytes() if works.optimizer is not None else 0
+def _measured(sharded: ShardedModel) -> dict[str, int]:
+    meter = sharded.sharding.meter
+    states = sharded.optimizer.state_bytes() if sharded.optimizer is not None else 0
     resting = meter.now["param"] + meter.now["optim"]
     return {
         "param": meter.now["param"],
@@ -105,13 +105,13 @@ def _measured(works: Works) -> dict[str, int]:
     }
 
 
-def describe(works: Works) -> str:
+def describe(sharded: ShardedModel) -> str:
     """The table, the units, and the bytes of this rank."""
-    plan, world, table, units = works.plan, works.world, works.table, works.sharding.units
-    memory = memory_of(works)
+    plan, world, table, units = sharded.plan, sharded.world, sharded.table, sharded.sharding.units
+    memory = memory_of(sharded)
     lines = (
-        f"{plan.preset} on {works.mesh}, rank {world.rank} of {world.size}",
-        *_said_transports(works),
+        f"{plan.preset} on {sharded.mesh}, rank {world.rank} of {world.size}",
+        *_said_transports(sharded),
         f"table, computing in {table.compute}, gradients travelling in {table.wire}",
         *(f"  {kind:6} {table.place(kind)}" for kind in KINDS),
         f"{len(units)} units",
@@ -122,12 +122,12 @@ def describe(works: Works) -> str:
     return "\n".join(lines)
 
 
-def _said_transports(works: Works) -> list[str]:
+def _said_transports(sharded: ShardedModel) -> list[str]:
     """`bytes travel along local by shared memory, along node by gloo`"""
-    world, mesh = works.world, works.mesh
+    world, mesh = sharded.world, sharded.mesh
     if world.size == 1:
         return []
-    collectives = world.collectives(works.sharding.device)
+    collectives = world.collectives(sharded.sharding.device)
     lines = {axis: world.group(mesh, axis) for axis in mesh.axes if mesh.size(axis) > 1}
     said = [f"along {axis} by {collectives.transport(line)}" for axis, line in lines.items()]
     return [f"bytes travel {', '.join(said)}"]
@@ -140,13 +140,13 @@ def _said_unit(unit: UnitSpec) -> str:
 
 
 @contextmanager
-def write_timeline(works: Works, path: Path) -> Iterator[None]:
+def write_timeline(sharded: ShardedModel, path: Path) -> Iterator[None]:
     """Write what every rank does inside to `path`, as rank 0. All ranks call."""
-    works.timeline.start()
+    sharded.timeline.start()
     try:
         yield
     finally:
-        events = works.timeline.stop()
-    told = works.world.exchange(json.dumps(events).encode(), "timeline")
-    if works.world.rank == 0:
+        events = sharded.timeline.stop()
+    told = sharded.world.exchange(json.dumps(events).encode(), "timeline")
+    if sharded.world.rank == 0:
         write_trace(path, [json.loads(message) for message in told])

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.birth import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
-from shardwise.comm import Commons, DataGroup, World
+from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.errors import ConfigError
+from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.mesh import Mesh
 from shardwise.optim import hyperparameters, vet
 from shardwise.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime import check_backend
-from shardwise.storage import Row, Unit, UnitChoice, choose_units, make_unit, rows_for, share
+from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
 
 Updates = Mapping[nn.Parameter, Update]
@@ -33,7 +33,7 @@ class Sharding:
     table: Table
     updates: Updates
     units: list[Unit]
-    commons: list[Commons]
+    shared_buffers: list[SharedBuffers]
     meter: ByteMeter
 
     @property
@@ -49,7 +49,7 @@ class Design:
     mesh: Mesh
     table: Table
     choices: list[UnitChoice] = field(repr=False)
-    rows: dict[nn.Parameter, Row] = field(repr=False)
+    rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
 
     def carry_out(self, world: World, device: torch.device, updates: Updates) -> Sharding:
         """Make the flat buffers, to be filled by the caller. All ranks call."""
@@ -62,14 +62,14 @@ class Design:
         ]
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
-        commons = share(flats, collectives, self.mesh, world.rank)
-        return Sharding(self.plan, self.mesh, self.table, updates, units, commons, meter)
+        shared_buffers = share(flats, collectives, self.mesh, world.rank)
+        return Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter)
 
 
 def design(model: nn.Module, plan: Plan, world: World) -> Design:
     """Raises `ConfigError` for a plan that cannot be meant for this model on the ranks of `world`."""
     mesh = mesh_for(plan, world.size, world.local_size)
-    rows = rows_for(model, plan, mesh)
+    rows = tables_for(model, plan, mesh)
     tables = [row.table.on(mesh) for row in rows.values()]
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
     return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows)

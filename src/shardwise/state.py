@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.access import with_extra_state
-from shardwise.birth import check_same_settings
 from shardwise.checkpoint import (
-    Belongings,
     Content,
     Keep,
     Loaded,
     Request,
     Saver,
     Stateful,
+    TrainingState,
     content_of,
     encode,
     find,
@@ -27,8 +26,9 @@ from shardwise.checkpoint import (
 )
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, StateError
+from shardwise.init import check_same_settings
+from shardwise.sharded_model import ShardedModel, scaler_for
 from shardwise.sharding import check_batch_norms, design, settings_of
-from shardwise.works import Works, scaler_for
 
 
 class State:
@@ -40,7 +40,7 @@ class State:
 
     def save(
         self,
-        works: Works,
+        sharded: ShardedModel,
         folder: Path,
         step: int | None,
         user_state: Mapping[str, Any],
@@ -50,19 +50,19 @@ class State:
         metrics: Mapping[str, float],
     ) -> Path:
         """See `Engine.save`."""
-        progress = works.progress
+        progress = sharded.progress
         number = progress.num_steps if step is None else step
-        check_same_settings({"step": number}, "save() step", works.world)
+        check_same_settings({"step": number}, "save() step", sharded.world)
 
         def make() -> tuple[Request, Content]:
             if type(number) is not int or not 0 <= number < 10**18:
                 raise ConfigError(f"step is {number!r}, which is no number of steps; give a whole one, at least 0.")
-            if works.gradients.wait():
+            if sharded.gradients.wait():
                 raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before save().")
             kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
             if progress.scaler is not None:
                 kept["loss_scale"] = progress.scaler.state_dict()
-            extra = {name: module.get_extra_state() for name, module in with_extra_state(works.model)}
+            extra = {name: module.get_extra_state() for name, module in with_extra_state(sharded.model)}
             if extra:
                 for name, value in extra.items():
                     encode(value, name)  # refused by the module's name, if it has to be
@@ -70,70 +70,74 @@ class State:
             request = Request(
                 folder,
                 number,
-                layout=f"{works.table.optim} on {works.mesh}",
+                layout=f"{sharded.table.optim} on {sharded.mesh}",
                 state=kept,
                 metrics=numbers_of(metrics),
                 keep=keep,
                 memories={
-                    "generators": rng.capture(works.world.rank_device),
+                    "generators": rng.capture(sharded.world.rank_device),
                     "objects": {name: thing.state_dict() for name, thing in self.remembered.items()},
                 },
             )
-            return request, content(works)
+            return request, content(sharded)
 
         target = folder / (step_name(number) if isinstance(number, int) else str(number))
         return self.saver.save(target, make, wait=wait)
 
-    def resume(self, works: Works, folder: Path) -> Loaded | None:
+    def resume(self, sharded: ShardedModel, folder: Path) -> Loaded | None:
         """See `Engine.resume`."""
         self.saver.settle()
-        path = find(folder, works.world)
+        path = find(folder, sharded.world)
         if path is None:
             return None
-        open_params = works.runner.step.open_params
-        loaded = load(path, content(works), works.optimizer, works.world, self.remembered, before_change=open_params)
-        progress = works.progress
+        open_params = sharded.runner.step.open_params
+        loaded = load(
+            path, content(sharded), sharded.optimizer, sharded.world, self.remembered, before_change=open_params
+        )
+        progress = sharded.progress
         progress.num_steps = int(loaded.state["num_steps"])
         if progress.scaler is not None and "loss_scale" in loaded.state:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
-        works.zero_grad()
-        works.runner.step.restore_params()
+        sharded.zero_grad()
+        sharded.runner.step.restore_params()
         extra = loaded.state.get("extra_state", {})
-        for name, module in with_extra_state(works.model):
+        for name, module in with_extra_state(sharded.model):
             if name in extra:
                 module.set_extra_state(extra[name])
         return replace(loaded, state=loaded.state["user"])
 
 
-def content(works: Works) -> Content:
+def content(sharded: ShardedModel) -> Content:
     """What a checkpoint holds of this rank, in live memory."""
-    own_buffers = not works.plan.sync_buffers
-    return content_of(works.model, works.flats, works.optimizer, works.data_group.place, own_buffers=own_buffers)
+    own_buffers = not sharded.plan.sync_buffers
+    return content_of(
+        sharded.model, sharded.flats, sharded.optimizer, sharded.data_group.place, own_buffers=own_buffers
+    )
 
 
-def reshard(works: Works, plan: Plan) -> Works:
-    """Works for another plan, with all that `works` had; those are taken down. All ranks call, between steps.
+def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
+    """ShardedModel for another plan, with all that `works` had; those are taken down. All ranks call, between steps.
 
     Refuses with `ConfigError` or `StateError`, before anything is changed.
     """
-    model, world, progress = works.model, works.world, works.progress
+    model, world, progress = sharded.model, sharded.world, sharded.progress
     check_same_settings(settings_of(plan, world), "plan", world)
     designed = design(model, plan, world)
-    check_batch_norms(model, designed, works.sharding.device)
-    if works.gradients.exist():
+    check_batch_norms(model, designed, sharded.sharding.device)
+    if sharded.gradients.exist():
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
-    optimizers = works.optimizer.members if works.optimizer is not None else ()
-    device, updates, before_change = works.sharding.device, works.sharding.updates, works.before_change
-    if plan.precision != works.plan.precision:
+    optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
+    device, updates, before_change = sharded.sharding.device, sharded.sharding.updates, sharded.before_change
+    if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
-    belongings = Belongings(works.flats, works.optimizer, world)
-    works.take_down()
+    belongings = TrainingState(sharded.flats, sharded.optimizer, world)
+    sharded.take_down()
     sharding = designed.carry_out(world, device, updates)
     states: dict[str, dict[str, Any]] = {}
     for unit in sharding.units:
         for flat in unit.flats:
             states |= belongings.move_into(flat, world.collectives(device))
-    renewed = Works(model, optimizers, sharding, world, progress, before_change)
+    renewed = ShardedModel(model, optimizers, sharding, world, progress, before_change)
     if renewed.optimizer is not None:
         for piece in renewed.optimizer.pieces:
             renewed.optimizer.put_state(piece, states.get(piece.name, {}))

@@ -132,9 +132,9 @@ def full(path: Path) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, -1))
         for value, wait in ((2, True), (3, False)):
             give_all(engine, value)
-            letter = refusal_of(lambda value=value, wait=wait: save(engine, path, value, wait=wait))  # type: ignore[misc]
-            assert "File too large" in letter, letter
-            assert str(path) in letter, letter
+            message = refusal_of(lambda value=value, wait=wait: save(engine, path, value, wait=wait))  # type: ignore[misc]
+            assert "File too large" in message, message
+            assert str(path) in message, message
             assert what_is_there(engine, path) == 1
             assert not list(path.glob(".writing-*")), "half a checkpoint was left behind"
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
@@ -160,8 +160,8 @@ def really_full(path: Path) -> str:
         folder.shutil.disk_usage = lambda _: Usage  # type: ignore[assignment]
         for wait in (True, False):
             give_all(engine, 2)
-            letter = refusal_of(lambda wait=wait: save(engine, path, 2, wait=wait))  # type: ignore[misc]
-            assert "No space left on device" in letter, letter
+            message = refusal_of(lambda wait=wait: save(engine, path, 2, wait=wait))  # type: ignore[misc]
+            assert "No space left on device" in message, message
             assert what_is_there(engine, path) == 1
             assert not list(path.glob(".writing-*"))
         shutil.rmtree(path / "step-00000001")
@@ -179,9 +179,9 @@ def read_only(path: Path) -> str:
         engine = build()
         if os.getuid() == 0:
             os.setuid(NOBODY)
-        letter = refusal_of(lambda: engine.save(path / "below", wait=False))
-        assert "PermissionError" in letter, letter
-        assert str(path) in letter, letter
+        message = refusal_of(lambda: engine.save(path / "below", wait=False))
+        assert "PermissionError" in message, message
+        assert str(path) in message, message
         engine.backward(engine(torch.ones(1, 300)).sum())
         engine.step()
         engine.close()
@@ -205,10 +205,10 @@ def two_jobs(path: Path) -> str:
     assert os.read(reader, 1) == b"!"
     engine = build()
     give_all(engine, 2)
-    letter = refusal_of(lambda: engine.claim(path))  # at the start, before anything is written
-    assert f"is being written to by process {pid} on" in letter, letter
-    letter = refusal_of(lambda: save(engine, path, 2, wait=False))
-    assert f"is being written to by process {pid} on" in letter, letter
+    message = refusal_of(lambda: engine.claim(path))  # at the start, before anything is written
+    assert f"is being written to by process {pid} on" in message, message
+    message = refusal_of(lambda: save(engine, path, 2, wait=False))
+    assert f"is being written to by process {pid} on" in message, message
     os.kill(pid, signal.SIGKILL)  # not asked after yet: it is a zombie, and counts as gone
     while Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
         time.sleep(0.01)

@@ -87,12 +87,12 @@ def test_all_others_raise_soon_when_a_rank_is_killed(num_ranks: int, tmp_path: P
 )
 def test_all_others_are_told_what_one_did(fault: str, expected: str, words: str, tmp_path: Path) -> None:
     run_plainly(3, fault, tmp_path)
-    letters = [told(tmp_path, rank) for rank in (range(3) if fault == "skip" else range(2))]
-    for seconds, kind, text in letters:
+    messages = [told(tmp_path, rank) for rank in (range(3) if fault == "skip" else range(2))]
+    for seconds, kind, text in messages:
         assert kind == expected, text
         assert words in text
         assert seconds < SOON_SECONDS
-    assert len({text for _, _, text in letters}) == 1
+    assert len({text for _, _, text in messages}) == 1
 
 
 def test_twenty_worlds_leave_nothing_behind(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_rank_that_met_the_others_may_end(connect: Connect) -> None:
     assert attended(connect, [(0, 2), (1, 2)]) == [None] * 2
     store = connect()
     Meeting(store, "0", me="launcher").cancel_without([1], [0])
-    assert not any(key.endswith("/letter") for key in store.list_keys())
+    assert not any(key.endswith("/message") for key in store.list_keys())
 
 
 @pytest.mark.parametrize(

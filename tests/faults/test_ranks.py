@@ -1,4 +1,4 @@
-"""Ranks that disagree, leave or are late, on threads: every rank raises one letter, or nothing happens at all."""
+"""Ranks that disagree, leave or are late, on threads: every rank raises one message, or nothing happens at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
 from shardwise.comm.threads import PostOffice, ThreadTransport
-from shardwise.comm.watch import Watch
+from shardwise.comm.watchdog import Watchdog
 from shardwise.errors import FaultError, StateError
 from shardwise.testing import Fault, InjectedError, fail_at, run_ranks, skip_at, stall_at
 
@@ -133,7 +133,7 @@ def test_what_a_step_sends_outside_of_the_program_is_known_by_the_users_call() -
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("step", [0, 3], ids=["while-recorded", "while-followed"])
 def test_a_module_left_out(step: int, preset: str, shares_memory: bool) -> None:
-    """Whatever the ranks then wait for, the letter names the module, and the rank that left it out."""
+    """Whatever the ranks then wait for, the message names the module, and the rank that left it out."""
     error = the_letter(train(skip_at(1, step, "block"), preset, shares_memory=shares_memory))
     assert (error.kind, error.ranks) == ("contradiction", (1,)), str(error)
     assert "where ranks 0 and 2 came to 'before forward blocks.2' and rank 1 came to 'before forward blocks.3'" in str(
@@ -207,7 +207,7 @@ def test_what_only_one_rank_has_marked(odd: tuple[str, ...], shares_memory: bool
 
 @pytest.mark.parametrize("point", ["forward", "backward", "step"])
 def test_a_rank_that_raises(point: str) -> None:
-    """It raises its own error; the others raise the letter, which has its words."""
+    """It raises its own error; the others raise the message, which has its words."""
     seen: list[FaultError] = []
     fault = fail_at(1, 2, point)
 
@@ -299,7 +299,7 @@ def test_a_watch_that_breaks_down_ends_the_world(monkeypatch: pytest.MonkeyPatch
     def broken(mine: object, *_: object) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr("shardwise.comm.watch.judge", broken)
+    monkeypatch.setattr("shardwise.comm.watchdog.judge", broken)
 
     def rank(world: sw.World) -> FaultError:
         if world.rank == 1:
@@ -328,9 +328,9 @@ def test_a_silent_rank_is_told_of_by_one_that_is_not(caplog: pytest.LogCaptureFi
             awaited = ("world 0-2/3", entered.count("world 0-2/3"), (0, 1, 2))
             watch._board.publish(replace(report, tracks=entered.tracks, awaited=awaited, state="waiting"))
             watch._publish = lambda: world.journal.status(0, 0)  # type: ignore[method-assign]
-            while world.journal.letter is None:
+            while world.journal.message is None:
                 time.sleep(0.05)
-            raise world.journal.letter.error()
+            raise world.journal.message.error()
         world._host.all_gather(torch.zeros(64 * 3, dtype=torch.uint8), world.everybody, "full").wait()
         raise AssertionError
 
@@ -360,15 +360,15 @@ def test_a_rank_that_is_gone_is_found_though_nobody_waits_at_a_socket() -> None:
         if world.rank == 1:  # its reports end
             watch._publish = lambda: world.journal.status(0, 0)  # type: ignore[method-assign]
             lost.append(1)
-            while world.journal.letter is None:
+            while world.journal.message is None:
                 time.sleep(0.05)
             return None
         watch._lost_ranks = lambda: lost
         entry = world.journal.enter("gather", world.everybody, 64, torch.uint8, "full")
         world.journal.device_wait = lambda: entry
-        while world.journal.letter is None:
+        while world.journal.message is None:
             time.sleep(0.05)
-        return world.journal.letter.error()
+        return world.journal.message.error()
 
     started = time.monotonic()
     error, _ = run_ranks(2, rank, patience_seconds=0.5, timeout_seconds=60, shares_memory=False)
@@ -420,12 +420,12 @@ def test_a_rank_that_failed_stays_only_where_it_may_keep_the_board(
     scripts_end: list[Callable[[], object]] = []
     monkeypatch.setattr("atexit.register", scripts_end.append)
     stayed: list[float] = []
-    Watch(Journal(0), 2, office, lambda: None, patience_seconds=2, timeout_seconds=10)
+    Watchdog(Journal(0), 2, office, lambda: None, patience_seconds=2, timeout_seconds=10)
     monkeypatch.setattr("sys.last_value", ValueError("a bad batch"), raising=False)
     monkeypatch.setattr("time.sleep", stayed.append)
     (end,) = scripts_end
     end()
     assert stayed == ([] if outlives_ranks else [0.5])
-    letter = office.letter()
-    assert letter is not None
-    assert letter.ranks == (0,)
+    message = office.failure_summary()
+    assert message is not None
+    assert message.ranks == (0,)

@@ -1,4 +1,4 @@
-"""The command's front door: verbs, letters, statuses, and that it opens quickly."""
+"""The command's front door: verbs, messages, statuses, and that it opens quickly."""
 
 from __future__ import annotations
 

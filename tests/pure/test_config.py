@@ -294,14 +294,14 @@ def test_all_that_is_wrong_is_told_at_once_in_the_order_of_writing(write: Any) -
     ],
 )
 def test_a_wrong_value_names_its_path(values: dict[str, Any]) -> None:
-    letter = refused(values)
-    assert letter.startswith("argument: ")
-    assert next(iter(values)) in letter
-    assert "; expected " in letter
+    message = refused(values)
+    assert message.startswith("argument: ")
+    assert next(iter(values)) in message
+    assert "; expected " in message
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "letter"),
+    ("name", "text", "message"),
     [
         ("a.yaml", "preset: [\n", "a.yaml:2: this is not YAML: expected the node content"),
         ("a.yaml", "a: 1\nb: \x07\n", "a.yaml:2: this is not YAML: special characters"),
@@ -337,8 +337,8 @@ def test_a_wrong_value_names_its_path(values: dict[str, Any]) -> None:
         ("a.yaml", b"preset: \xff", "a.yaml: byte 8 is not UTF-8 text."),
     ],
 )
-def test_a_file_that_cannot_be_meant(write: Any, name: str, text: str, letter: str) -> None:
-    assert refused(write(name, text)).startswith(letter)
+def test_a_file_that_cannot_be_meant(write: Any, name: str, text: str, message: str) -> None:
+    assert refused(write(name, text)).startswith(message)
 
 
 def test_a_toml_value_of_the_wrong_type_below_a_list_of_tables(write: Any) -> None:
@@ -362,7 +362,7 @@ def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "letter"),
+    ("override", "message"),
     [
         ("accumulate", "write path=value"),
         ("=3", "write path=value"),
@@ -377,8 +377,8 @@ def test_a_missing_file_names_what_is_there(write: Any, tmp_path: Path) -> None:
         ("wire=bf16", "wire is 'bf16'; expected a mapping with grad."),
     ],
 )
-def test_a_bad_override_is_named(override: str, letter: str) -> None:
-    assert refused("ddp", override).startswith(f"override {override!r}: {letter}")
+def test_a_bad_override_is_named(override: str, message: str) -> None:
+    assert refused("ddp", override).startswith(f"override {override!r}: {message}")
 
 
 @pytest.mark.parametrize("source", ["", 3, None, ["ddp"]])

@@ -176,7 +176,7 @@ def test_a_seek_within_a_step_is_heeded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "letter"),
+    ("change", "message"),
     [
         ({"seed": 1}, "seed=0, this one has 1"),
         ({"batch_rows": 6}, "batch_rows=3"),
@@ -185,11 +185,11 @@ def test_a_seek_within_a_step_is_heeded() -> None:
         ({"source": range(11)}, "samples="),
     ],
 )
-def test_a_state_of_other_batches_is_refused(change: dict[str, Any], letter: str) -> None:
+def test_a_state_of_other_batches_is_refused(change: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"source": range(10), "batch_rows": 3}
     state = Loader(**options).state_dict()
     other = Loader(**{**options, **change})
-    with pytest.raises(ConfigError, match=letter):
+    with pytest.raises(ConfigError, match=message):
         other.load_state_dict(state)
     assert other.step == 0
 
@@ -407,9 +407,9 @@ REFUSED: list[tuple[str, Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "letter"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], letter: str) -> None:
-    with pytest.raises(ConfigError, match=letter):
+@pytest.mark.parametrize(("make", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make()
 
 

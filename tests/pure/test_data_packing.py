@@ -91,7 +91,7 @@ def test_a_row_outside_is_an_index_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "letter"),
+    ("make", "message"),
     [
         (lambda: PackedRows([[1]], 0), "row_tokens is 0"),
         (lambda: PackedRows([[1]], 1, stride=0), "the stride is 0"),
@@ -101,6 +101,6 @@ def test_a_row_outside_is_an_index_error() -> None:
         (lambda: Documents(np.zeros(5), [2, 2]), "sum to 4, but there are 5 tokens"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(make: Any, letter: str) -> None:
-    with pytest.raises(ConfigError, match=letter):
+def test_what_cannot_be_packed_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make()

@@ -111,15 +111,15 @@ def test_a_weight_that_is_no_share_is_refused_by_name(weight: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "size", "letter"),
+    ("rows", "size", "message"),
     [
         (16, 3, "16 rows does not divide among 3 ranks.*give 15 or 18"),
         (2, 4, "give 4"),
         (0, 1, "batch_rows=0"),
     ],
 )
-def test_rows_that_do_not_divide_are_refused(rows: int, size: int, letter: str) -> None:
-    with pytest.raises(ConfigError, match=letter):
+def test_rows_that_do_not_divide_are_refused(rows: int, size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Sampler(epochs(50), rows).share(0, 0, size)
 
 

@@ -265,7 +265,7 @@ def test_a_real_model_is_chosen_into_units(model_file: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("name", "letter"),
+    ("name", "message"),
     [
         ("tniy", "has no callable 'tniy'. Did you mean 'tiny'?"),
         ("number", "has no callable 'number'."),
@@ -275,26 +275,26 @@ def test_a_real_model_is_chosen_into_units(model_file: Path, capsys: pytest.Capt
         ("hollow", "builds a Identity without parameters"),
     ],
 )
-def test_a_callable_that_gives_no_model_is_refused(name: str, letter: str, model_file: Path) -> None:
-    assert letter.format(file=model_file) in refused("zero3", "--world", "2", "--model", f"{model_file}:{name}")
+def test_a_callable_that_gives_no_model_is_refused(name: str, message: str, model_file: Path) -> None:
+    assert message.format(file=model_file) in refused("zero3", "--world", "2", "--model", f"{model_file}:{name}")
 
 
 def test_a_file_that_gives_no_module_is_refused(model_file: Path) -> None:
-    def letter(source: object) -> str:
+    def failure_summary(source: object) -> str:
         return refused("zero3", "--world", "2", "--model", str(source))
 
-    assert "Did you mean 'tiny_model.py'?" in letter(model_file.with_name("tinymodel.py:tiny"))
-    assert "There is no Python file in that folder." in letter(model_file.parent / "nowhere" / "a.py:b")
-    assert "write FILE:CALLABLE, such as train.py:build_model." in letter("tiny_model.py")
+    assert "Did you mean 'tiny_model.py'?" in failure_summary(model_file.with_name("tinymodel.py:tiny"))
+    assert "There is no Python file in that folder." in failure_summary(model_file.parent / "nowhere" / "a.py:b")
+    assert "write FILE:CALLABLE, such as train.py:build_model." in failure_summary("tiny_model.py")
     model_file.write_text("import no_such_thing")
-    assert "could not be imported: ModuleNotFoundError: No module named 'no_such_thing'." in letter(
+    assert "could not be imported: ModuleNotFoundError: No module named 'no_such_thing'." in failure_summary(
         f"{model_file}:tiny"
     )
     model_file.write_text("raise SystemExit(3)")
-    assert "under `if __name__ == '__main__':`" in letter(f"{model_file}:tiny")
+    assert "under `if __name__ == '__main__':`" in failure_summary(f"{model_file}:tiny")
     plain = model_file.with_name("notes")
     plain.write_text("")
-    assert "its name must end in .py." in letter(f"{plain}:tiny")
+    assert "its name must end in .py." in failure_summary(f"{plain}:tiny")
 
 
 def test_a_refused_model_leaves_the_path_as_it_was(model_file: Path) -> None:
@@ -344,13 +344,13 @@ def test_narrow_numbers_make_narrow_activations(model_file: Path, capsys: pytest
 
 
 def test_a_batch_that_cannot_be_rehearsed_is_refused(model_file: Path) -> None:
-    def letter(batch: str, model: str = "tiny") -> str:
+    def failure_summary(batch: str, model: str = "tiny") -> str:
         return refused("zero3", "--world", "2", "--model", f"{model_file}:{model}", "--batch", f"{model_file}:{batch}")
 
-    assert "batch is list; it must be what the model is called with" in letter("listed_batch")
-    assert "failed to make a batch: FileNotFoundError: data.bin" in letter("no_batch")
-    assert "has no callable 'btch'. Did you mean 'batch'?" in letter("btch")
-    assert "in forward, 'if hidden.max() > 0:', asks for the value" in letter("batch", "Curious")
+    assert "batch is list; it must be what the model is called with" in failure_summary("listed_batch")
+    assert "failed to make a batch: FileNotFoundError: data.bin" in failure_summary("no_batch")
+    assert "has no callable 'btch'. Did you mean 'batch'?" in failure_summary("btch")
+    assert "in forward, 'if hidden.max() > 0:', asks for the value" in failure_summary("batch", "Curious")
     assert "--batch is 'batch'; write FILE:CALLABLE" in refused(
         "zero3", "--world", "2", "--model", f"{model_file}:tiny", "--batch", "batch"
     )

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import shardwise as sw
-from shardwise.birth.files import WeightFiles
 from shardwise.errors import CheckpointError
 from shardwise.formats.cover import why_not_covered
+from shardwise.init.files import WeightFiles
 from shardwise.placement import Span
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"

@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch import Attempt, Job, StopRequest, rank_environment
 from shardwise.launch.folder import Folder
 from shardwise.launch.outcome import Outcome, first_failure, read_outcome
-from shardwise.launch.report import letter, stop_line
+from shardwise.launch.report import failure_summary, stop_line
 
 
 def environment(inherited: dict[str, str] | None = None, **options: object) -> dict[str, str]:
@@ -74,7 +74,7 @@ class TestFirstFailure:
     def test_native_code_that_aborts_on_the_way_out_is_not_the_cause(self) -> None:
         aborted = raised(0, 1.0, exit_code=-signal.SIGABRT)
         assert aborted.status == 1
-        assert letter([aborted]).startswith("rank 0 of 1 failed first, with exit code 1: it raised ValueError")
+        assert failure_summary([aborted]).startswith("rank 0 of 1 failed first, with exit code 1: it raised ValueError")
 
     def test_a_killed_rank_goes_before_its_peers(self) -> None:
         killed = Outcome(2, -signal.SIGKILL, None, 9.99)
@@ -87,7 +87,7 @@ class TestFirstFailure:
         gone = raised(1, 10.01, exit_code=3, wanted=3, summary="SystemExit: 3")
         assert first_failure([leaving, gone]) is leaving
         assert leaving.status == 3
-        assert letter([leaving, gone]).startswith("rank 0 of 2 failed first: it ended with exit code 3.")
+        assert failure_summary([leaving, gone]).startswith("rank 0 of 2 failed first: it ended with exit code 3.")
 
     @pytest.mark.parametrize("code", [129, 130, 143])
     def test_an_answer_to_a_signal_is_no_failure_whichever_it_names(self, code: int) -> None:
@@ -102,7 +102,9 @@ class TestFirstFailure:
         interrupted = raised(1, 10.5, exit_code=-2, wanted=130, summary="KeyboardInterrupt")
         assert first_failure([victim, interrupted]) is interrupted
         assert interrupted.status == 130
-        assert letter([victim, interrupted]).startswith("rank 1 of 2 failed first: it was interrupted by SIGINT.")
+        assert failure_summary([victim, interrupted]).startswith(
+            "rank 1 of 2 failed first: it was interrupted by SIGINT."
+        )
         killed = Outcome(1, -9, None, 10.5)
         assert first_failure([victim, killed]) is killed
 
@@ -111,7 +113,7 @@ class TestFirstFailure:
         early = Outcome(1, 0, None, 9.0)
         assert first_failure([victims[0], early, victims[1]]) is early
         assert early.status == 1
-        text = letter([victims[0], early, victims[1]])
+        text = failure_summary([victims[0], early, victims[1]])
         assert text.startswith("rank 1 of 3 ended early: its script was over, and the others needed it.\n")
         assert "ranks 0, 2 then raised FaultError: Rank 1 has ended." in text
 
@@ -137,7 +139,7 @@ class TestFirstFailure:
 
 class TestLetter:
     def test_names_the_first_and_accounts_for_all(self) -> None:
-        text = letter(
+        text = failure_summary(
             [
                 raised(0, 10.2),
                 raised(1, 10.1),
@@ -161,15 +163,15 @@ class TestLetter:
 
     def test_those_with_one_fate_share_a_line(self) -> None:
         ended = [Outcome(rank, -15, signal.SIGTERM, 11.0) for rank in (0, 1, 2, 5)]
-        text = letter([*ended[:3], raised(3, 10.1), Outcome(4, 0, None, 1.0), ended[3]])
+        text = failure_summary([*ended[:3], raised(3, 10.1), Outcome(4, 0, None, 1.0), ended[3]])
         assert text.splitlines()[-2:] == [
             "ranks 0, 1, 2, 5 were ended by the launcher (SIGTERM).",
             "rank 4 had finished.",
         ]
-        assert "ranks 0 to 2 were ended" in letter([*ended[:3], raised(3, 10.1)])
+        assert "ranks 0 to 2 were ended" in failure_summary([*ended[:3], raised(3, 10.1)])
 
     def test_a_signal_has_its_name_and_a_hint(self) -> None:
-        text = letter([Outcome(0, -9, None, 1.0)])
+        text = failure_summary([Outcome(0, -9, None, 1.0)])
         assert text.startswith("rank 0 of 1 failed first: it was killed by SIGKILL (out of memory?")
 
     def test_no_hint_at_a_signal_that_the_launcher_sent(self) -> None:
@@ -181,7 +183,7 @@ class TestLetter:
 
     def test_a_headline_says_the_error_of_a_syntax_error_too(self) -> None:
         summary = 'File "train.py", line 3\n    x = = 1\n        ^\nSyntaxError: invalid syntax'
-        assert letter([raised(0, 1.0, summary=summary)]).startswith(
+        assert failure_summary([raised(0, 1.0, summary=summary)]).startswith(
             "rank 0 of 1 failed first, with exit code 1: it raised SyntaxError: invalid syntax "
             '(File "train.py", line 3).\n'
         )

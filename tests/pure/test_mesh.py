@@ -77,7 +77,7 @@ def test_lines_of_100_000_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "letter"),
+    ("axes", "message"),
     [
         ({"dp": -1, "tp": -1}, "Only one mesh axis may be -1, but dp and tp are."),
         ({"dp": -1, "tp": 3}, "The mesh dp=-1 x tp=3 makes 3 ranks, but the world has 8."),
@@ -87,10 +87,10 @@ def test_lines_of_100_000_ranks() -> None:
         ({}, "A mesh needs distinct axes with one size each"),
     ],
 )
-def test_axes_that_make_no_mesh(axes: dict[str, int], letter: str) -> None:
+def test_axes_that_make_no_mesh(axes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Mesh.of(axes, 8)
-    assert str(caught.value).startswith(letter)
+    assert str(caught.value).startswith(message)
 
 
 def test_axes_stand_once_with_one_size_each() -> None:

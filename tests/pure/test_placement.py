@@ -385,8 +385,8 @@ def wrong(**rows: Place) -> str:
 
 
 def test_an_axis_that_is_not_there_has_a_nearest_one() -> None:
-    letter = wrong(param=Place(shard=("dpp",)), optim=SHARD)
-    assert letter == "param is placed on axis 'dpp', but the data-parallel axes are dp. Did you mean 'dp'?"
+    message = wrong(param=Place(shard=("dpp",)), optim=SHARD)
+    assert message == "param is placed on axis 'dpp', but the data-parallel axes are dp. Did you mean 'dp'?"
 
 
 def test_a_sharded_parameter_needs_sharded_states() -> None:
@@ -395,8 +395,8 @@ def test_a_sharded_parameter_needs_sharded_states() -> None:
 
 
 def test_sharded_and_partial_is_a_contradiction() -> None:
-    letter = wrong(grad=Place(shard=("dp",), partial=("dp",)), optim=SHARD)
-    assert letter == "grad is both sharded and partial over dp; choose one."
+    message = wrong(grad=Place(shard=("dp",), partial=("dp",)), optim=SHARD)
+    assert message == "grad is both sharded and partial over dp; choose one."
 
 
 @pytest.mark.parametrize("kind", ["param", "held", "optim"])
@@ -406,21 +406,21 @@ def test_only_gradients_are_summands(kind: str) -> None:
 
 def test_ranges_must_nest() -> None:
     both = Place(shard=("node", "local"))
-    letter = wrong(param=Place(shard=("node",)), grad=Place(shard=("local",)), optim=both)
-    assert letter.startswith("param is sharded over node and grad over local: neither contains the other")
-    assert letter.endswith("Shard grad over node too.")
+    message = wrong(param=Place(shard=("node",)), grad=Place(shard=("local",)), optim=both)
+    assert message.startswith("param is sharded over node and grad over local: neither contains the other")
+    assert message.endswith("Shard grad over node too.")
 
 
 def test_axes_stand_once_and_in_the_order_of_the_mesh() -> None:
     """Two rows that say the same must be equal: what is held is compared with what rests."""
     assert "names an axis twice: dp+dp" in wrong(held=Place(shard=("dp", "dp")))
-    letter = wrong(held=Place(shard=("local", "node")), optim=Place(shard=("node", "local")))
-    assert letter == "held is placed on local+node; write the axes in the order of the mesh: node+local."
+    message = wrong(held=Place(shard=("local", "node")), optim=Place(shard=("node", "local")))
+    assert message == "held is placed on local+node; write the axes in the order of the mesh: node+local."
 
 
 def test_states_are_at_least_as_wide_as_parameters() -> None:
-    letter = wrong(optim=Place(dtype="bf16"))
-    assert letter == (
+    message = wrong(optim=Place(dtype="bf16"))
+    assert message == (
         "optim is bf16, narrower than param in fp32, so updates would be rounded away. Make optim fp32 or wider."
     )
 
@@ -509,7 +509,7 @@ def test_edited_axes_may_come_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset_name", "override", "letter"),
+    ("preset_name", "override", "message"),
     [
         ("zero3", "rows.param.dtype=bf16", "Row 'param' is bf16, but forward and backward run in fp32"),
         ("zero3", "rows.held.shard=[pd]", r"Row 'held' names mesh axis 'pd', but the mesh is dp=4. Did you mean 'dp'"),
@@ -519,8 +519,8 @@ def test_edited_axes_may_come_in_any_order() -> None:
         ("zero2", "rows.optim.tier=host", "Row 'optim' is placed on tier 'host', but this version keeps"),
     ],
 )
-def test_an_edit_that_cannot_be_meant_is_refused(preset_name: str, override: str, letter: str) -> None:
-    with pytest.raises(ConfigError, match=letter):
+def test_an_edit_that_cannot_be_meant_is_refused(preset_name: str, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         table_of(load_plan(preset_name, [override]))
 
 

@@ -151,7 +151,7 @@ def with_last(text: str) -> Callable[[list[Action]], list[Action]]:
 
 
 @pytest.mark.parametrize(
-    ("moment", "edit", "letter"),
+    ("moment", "edit", "message"),
     [
         (
             "before forward h.1",
@@ -178,11 +178,11 @@ def with_last(text: str) -> Callable[[list[Action]], list[Action]]:
         ("after backward", with_last("reduce_scatter h.1 grad dp fp32 0 B"), "but nothing of it is left to reduce."),
     ],
 )
-def test_a_broken_zero3_program_is_refused(moment: str, edit: Any, letter: str) -> None:
+def test_a_broken_zero3_program_is_refused(moment: str, edit: Any, message: str) -> None:
     units = units_of("zero3")
     program = planned(units).micro_batch
     check(program, units)
-    with pytest.raises(ProgramError, match=re.escape(letter)):
+    with pytest.raises(ProgramError, match=re.escape(message)):
         check(edited(program, moment, edit), units)
 
 
@@ -571,10 +571,10 @@ def test_activations_are_counted_at_the_moment_when_everything_is_most() -> None
             units, trace, activations=Activations(marks, 7), states_per_param=0, num_micro_batches=num_micro_batches
         ).footprint
 
-    whole, inbox, shard = NUMEL * 2, NUMEL * 2, NUMEL // 4 * 4
+    whole, fresh, shard = NUMEL * 2, NUMEL * 2, NUMEL // 4 * 4
     held = foreseen(f"after backward {second}", 10**9)
     assert (held.activations, held.process, str(held.peak_at)) == (10**9, 7, f"after backward {second}")
-    assert held.working == 2 * whole + inbox  # both are gathered
+    assert held.working == 2 * whole + fresh  # both are gathered
     assert held.grad == 0
     held = foreseen(f"before forward {first}", 10**9, num_micro_batches=2)
     assert held.grad == 2 * shard  # of the micro-batch before

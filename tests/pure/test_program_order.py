@@ -90,10 +90,10 @@ def refusal(program: Program, checked: Callable[[Program], None]) -> str:
     return str(caught.value)
 
 
-def assert_names_a_block(letter: str, program: Program) -> None:
+def assert_names_a_block(message: str, program: Program) -> None:
     moments = {str(block.moment) for block in program} | {"After the backward"}
-    assert any(letter.startswith(moment) for moment in moments), letter
-    assert re.search(r"'\w+ \S+ \w+|computes|back at rest|gradients of", letter), letter
+    assert any(message.startswith(moment) for moment in moments), message
+    assert re.search(r"'\w+ \S+ \w+|computes|back at rest|gradients of", message), message
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -124,8 +124,8 @@ def test_a_wait_before_what_it_waits_for_is_refused(name: str) -> None:
                 for other in places(program, lambda one: one.effect.makes == made and one.flat == wait.flat)  # noqa: B023
                 if other < place
             ][-1]
-            letter = refusal(moved(program, place, begun), checked)
-            assert f"'{wait}'" in letter
+            message = refusal(moved(program, place, begun), checked)
+            assert f"'{wait}'" in message
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -133,8 +133,8 @@ def test_a_wait_behind_the_computation_that_it_is_for_is_refused(name: str) -> N
     for program, checked in programs(name):
         for at, index in places(program, lambda action: str(action).startswith("wait") and action.subject == "full"):
             unit_flat = program[at].actions[index].flat
-            letter = refusal(moved(program, (at, index), (at + 1, 0)), checked)
-            assert letter.startswith(f"{program[at].moment}: {unit_flat} computes, but its whole buffer is still on")
+            message = refusal(moved(program, (at, index), (at + 1, 0)), checked)
+            assert message.startswith(f"{program[at].moment}: {unit_flat} computes, but its whole buffer is still on")
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -169,8 +169,8 @@ def test_a_reduction_before_its_gradients_are_there_is_refused(name: str) -> Non
             )
             if first != place:
                 continue
-            letter = refusal(moved(program, place, (place[0] - 1, 0)), checked)
-            assert letter.startswith(f"{program[place[0] - 1].moment}: '{action}', but ")
+            message = refusal(moved(program, place, (place[0] - 1, 0)), checked)
+            assert message.startswith(f"{program[place[0] - 1].moment}: '{action}', but ")
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -181,9 +181,9 @@ def test_a_step_over_the_next_axis_before_the_last_is_waited_for_is_refused(name
         ):
             actions = program[at].actions
             follows = next(i for i in range(index + 1, len(actions)) if actions[i].flat == actions[index].flat)
-            letter = refusal(moved(program, (at, index), (at, follows)), checked)
-            assert letter.startswith(f"{program[at].moment}: '{actions[follows]}', but its ")
-            assert "still on its way by '" in letter
+            message = refusal(moved(program, (at, index), (at, follows)), checked)
+            assert message.startswith(f"{program[at].moment}: '{actions[follows]}', but its ")
+            assert "still on its way by '" in message
 
 
 def outcome(program: Program, units: tuple[UnitSpec, ...], is_late: Iterator[bool]) -> object:
@@ -237,7 +237,7 @@ def test_the_simulation_finds_what_is_wrong() -> None:
 PROVIDED = {("agree", "verdict"), ("agree", "norms"), ("broadcast", "buffers")} | {
     entry for entry in EFFECTS if entry[1] in ("update", "matrix")
 }
-"""What is not of one flat buffer, or an optimizer's: given to the executor by `works.py`."""
+"""What is not of one flat buffer, or an optimizer's: given to the executor by `sharded.py`."""
 
 
 def test_the_runtime_has_a_method_for_every_effect_and_no_other() -> None:

@@ -18,7 +18,7 @@ from shardwise.program import (
     States,
     UnitSpec,
     Update,
-    handovers,
+    matrix_exchanges,
     parse,
     plan_step,
     render,
@@ -53,7 +53,7 @@ def test_every_piece_that_is_given_is_taken(shapes: list[Shapes], preset: str, w
     units, mesh = units_of(shapes, preset, world_size)
     planned = plan_step(units, straight_trace(units))
     assert parse(render(planned.step)) == planned.step
-    for over in planned.handovers.values():
+    for over in planned.matrix_exchanges.values():
         given_bytes, taken_bytes = over.given_bytes.total(), over.taken_bytes.total()
         outside = sum(one.span.numel - over.held(one, one.owner).numel for one in over.matrices)
         assert given_bytes == taken_bytes == 2 * outside
@@ -65,7 +65,9 @@ def test_every_piece_that_is_given_is_taken(shapes: list[Shapes], preset: str, w
 def test_work_is_shared_and_stays_where_it_lies() -> None:
     """Eight equal matrices on four ranks: two each, and where a rank holds a whole one, nothing is sent."""
     units, _ = units_of([[(64, 64)] * 4, [(64, 64)] * 4], "zero3", 4)
-    owned = [one.owner for over in handovers([unit.flats[0] for unit in units]).values() for one in over.matrices]
+    owned = [
+        one.owner for over in matrix_exchanges([unit.flats[0] for unit in units]).values() for one in over.matrices
+    ]
     assert owned == [0, 1, 2, 3, 0, 1, 2, 3]
     step = plan_step(units, straight_trace(units)).step
     verbs = [action.verb for block in step for action in block.actions]
@@ -79,7 +81,7 @@ def test_a_rank_with_enough_to_do_gives_some_away() -> None:
     first_half = tuple(
         PlacedUpdate(Span(index * 2048, (index + 1) * 2048), Update(matrix=(64, 32))) for index in range(4)
     )
-    (over,) = handovers([FlatSpec(**{**vars_of(skewed), "updates": first_half})]).values()
+    (over,) = matrix_exchanges([FlatSpec(**{**vars_of(skewed), "updates": first_half})]).values()
     assert sorted(one.owner for one in over.matrices) == [0, 0, 1, 1]
     assert over.moves
 

@@ -13,8 +13,8 @@ from torch import nn
 from twins import Run, Transformer, adamw, assert_same, batches, engine_step, full_params, plain_run, plan_of
 
 import shardwise as sw
-from shardwise.birth.deferred import Deferred
 from shardwise.errors import ModelError, StateError
+from shardwise.init.deferred import Deferred
 from shardwise.testing import run_ranks
 
 

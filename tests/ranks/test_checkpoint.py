@@ -234,9 +234,9 @@ def test_damage_is_refused_by_name_and_changes_nothing(damage: str, tmp_path: Pa
         assert (engine.num_steps, scheduler.get_last_lr(), scheduler.state_dict()) == (2, lr, last)
         return str(caught.value)
 
-    letters = on_ranks(2, work, {"preset": "zero3"})
-    assert words in letters[0]
-    assert letters[0] == letters[1]
+    messages = on_ranks(2, work, {"preset": "zero3"})
+    assert words in messages[0]
+    assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize("kind", ["param", "state.exp_avg_sq"])
@@ -260,9 +260,9 @@ def test_damage_found_before_the_first_step_leaves_nothing_behind(kind: str, tmp
         assert not any(map(optimizer.state_of, optimizer.pieces))
         return str(caught.value)
 
-    letters = on_ranks(2, work, {"preset": "zero3"})
-    assert f"is damaged in {kind} {chunk.name}" in letters[0]
-    assert letters[0] == letters[1]
+    messages = on_ranks(2, work, {"preset": "zero3"})
+    assert f"is damaged in {kind} {chunk.name}" in messages[0]
+    assert messages[0] == messages[1]
 
 
 def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:

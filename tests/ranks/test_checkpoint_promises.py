@@ -95,15 +95,15 @@ def test_a_folder_removed_behind_a_save_holds_nobody_up(tmp_path: Path, monkeypa
                 time.sleep(0.01)
             shutil.rmtree(run)
             go.set()
-        letter = refused(CheckpointError, "could not be written", engine.wait_for_save)
+        message = refused(CheckpointError, "could not be written", engine.wait_for_save)
         step(engine)
         engine.save(run)
-        return letter
+        return message
 
     started = time.monotonic()
-    letters = on_ranks(2, work)
+    messages = on_ranks(2, work)
     assert time.monotonic() - started < 20
-    assert letters[0] == letters[1]
+    assert messages[0] == messages[1]
     assert list(checkpoints_in(run)) == [2]
 
 
@@ -123,8 +123,8 @@ def test_a_place_that_may_not_be_looked_into_is_refused_on_all_ranks(
     def work(engine: sw.Engine) -> str:
         return refused(CheckpointError, "cannot be looked into: .*Permission denied", lambda: engine.resume(tmp_path))
 
-    letters = on_ranks(2, work)
-    assert letters[0] == letters[1]
+    messages = on_ranks(2, work)
+    assert messages[0] == messages[1]
 
 
 def test_latest_without_its_index_names_the_others(tmp_path: Path) -> None:
@@ -137,16 +137,16 @@ def test_latest_without_its_index_names_the_others(tmp_path: Path) -> None:
             (tmp_path / "step-00000003/index.json").unlink()
         engine.world.barrier()
         before = values(engine)
-        letter = refused(CheckpointError, "names step-00000003", lambda: engine.resume(tmp_path))
+        message = refused(CheckpointError, "names step-00000003", lambda: engine.resume(tmp_path))
         assert all(torch.equal(value, values(engine)[key]) for key, value in before.items())
         resumed = engine.resume(tmp_path / "step-00000002")
         assert resumed is not None
         assert resumed.step == 2
-        return letter
+        return message
 
-    letters = on_ranks(2, work)
-    assert letters[0] == letters[1]
-    assert "There are step-00000002, step-00000001. To continue from one of them, give its path: '" in letters[0]
+    messages = on_ranks(2, work)
+    assert messages[0] == messages[1]
+    assert "There are step-00000002, step-00000001. To continue from one of them, give its path: '" in messages[0]
     with pytest.raises(CheckpointError, match="names step-00000003"):
         sw.inspect(tmp_path)
 
@@ -261,9 +261,9 @@ def test_what_fails_after_a_checkpoint_is_there_says_so(
 
         return refused(CheckpointError, "is written, but older ones .* could not be removed", save)
 
-    letters = on_ranks(2, work)
-    assert letters[0] == letters[1]
-    assert "could not be written" not in letters[0]
+    messages = on_ranks(2, work)
+    assert messages[0] == messages[1]
+    assert "could not be written" not in messages[0]
     assert list(checkpoints_in(tmp_path)) == [0]
 
 
@@ -278,10 +278,10 @@ def test_a_latest_that_cannot_be_written_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(folder, "write_text", full)
 
     def work(engine: sw.Engine) -> None:
-        letter = refused(
+        message = refused(
             CheckpointError, "is written, but .*latest could not be updated", lambda: engine.save(tmp_path)
         )
-        assert "resume('" in letter
+        assert "resume('" in message
         assert engine.resume(tmp_path / "step-00000000") is not None
 
     on_ranks(2, work)
@@ -334,17 +334,17 @@ def test_a_failure_of_one_rank_is_everybodys(
         if where == "take" and wait:
             save()
             return ""
-        letter = refused(CheckpointError, "not that much", save)
+        message = refused(CheckpointError, "not that much", save)
         engine.world.barrier()
         armed.clear()
         engine.save(tmp_path, wait=wait)
         engine.wait_for_save()
-        return letter
+        return message
 
     started = time.monotonic()
-    letters = on_ranks(2, work)
+    messages = on_ranks(2, work)
     assert time.monotonic() - started < 20
-    assert letters[0] == letters[1]
+    assert messages[0] == messages[1]
     assert list(checkpoints_in(tmp_path)) == [1]
     assert not list(tmp_path.glob(".writing-*"))
 
@@ -406,19 +406,21 @@ def test_another_optimizers_states_are_refused(wrote: str, tmp_path: Path) -> No
                     assert engine.resume(tmp_path) is not None
                     step(engine)
                     continue
-                letter = refused(CheckpointError, "was written with another optimizer", lambda: engine.resume(tmp_path))
+                message = refused(
+                    CheckpointError, "was written with another optimizer", lambda: engine.resume(tmp_path)
+                )
                 after = values(engine)
                 assert before.keys() == after.keys()
                 assert all(torch.equal(before[key], after[key]) for key in before)
                 step(engine)
-            return "" if is_alike else letter
+            return "" if is_alike else message
 
-        letters = on_ranks(2, second, optimizer=make)
+        messages = on_ranks(2, second, optimizer=make)
         if not is_alike:
             names = [type(OPTIMIZERS[name](build())).__name__ for name in (wrote, reads)]
-            assert f"{names[0]} kept" in letters[0]
-            assert f"this engine has {names[1]}" in letters[0]
-            assert "--weights-only" in letters[0]
+            assert f"{names[0]} kept" in messages[0]
+            assert f"this engine has {names[1]}" in messages[0]
+            assert "--weights-only" in messages[0]
 
 
 def tied() -> nn.Module:
@@ -446,19 +448,19 @@ def test_a_head_is_not_dropped(tmp_path: Path) -> None:
     def read(engine: sw.Engine) -> str:
         before = values(engine)
         words = "1.weight and 0.weight are tied, but .* has different values for them"
-        letter = refused(CheckpointError, words, lambda: engine.resume(tmp_path / "other"))
+        message = refused(CheckpointError, words, lambda: engine.resume(tmp_path / "other"))
         assert all(torch.equal(value, values(engine)[key]) for key, value in before.items())
         assert engine.resume(tmp_path / "same") is not None
         engine.save(tmp_path / "tied")
-        return letter
+        return message
 
     def back(engine: sw.Engine) -> None:
         words = "1.weight and 0.weight are tied, but in the model they are two"
         refused(CheckpointError, words, lambda: engine.resume(tmp_path / "tied"))
 
     work_on_ranks(2, write, "zero3", untied, weights_only)
-    letters = work_on_ranks(2, read, "zero3", tied, weights_only)
-    assert letters[0] == letters[1]
+    messages = work_on_ranks(2, read, "zero3", tied, weights_only)
+    assert messages[0] == messages[1]
     work_on_ranks(2, back, "zero3", untied, weights_only)
 
 

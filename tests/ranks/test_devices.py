@@ -20,17 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from twins import Batch, Transformer, adamw, batches, share_of
 
 import shardwise as sw
-from shardwise.birth import check_model
 from shardwise.checkpoint import rng
 from shardwise.checkpoint.write import Stage
 from shardwise.comm import joining, nccl
-from shardwise.comm.letter import Letter
+from shardwise.comm.fault import Fault
 from shardwise.comm.nccl import NcclGroups
 from shardwise.comm.process_groups import TorchGroups
 from shardwise.comm.world import _Nobody
 from shardwise.data import Loader
 from shardwise.devices import RankDevice, TorchAccelerator
 from shardwise.errors import CommError, ConfigError, FaultError, ModelError, StateError
+from shardwise.init import check_model
 from shardwise.sharding import check_device
 from shardwise.testing import run_ranks
 
@@ -287,7 +287,7 @@ def test_nothing_is_updated_with_what_a_device_brings_after_a_fault() -> None:
 
                 def finish() -> None:
                     honest()
-                    self.journal.letter = Letter("lost", (1,), "Rank 1 is gone.")  # garbage may look like any verdict
+                    self.journal.message = Fault("lost", (1,), "Rank 1 is gone.")  # garbage may look like any verdict
 
                 work.finish = finish  # type: ignore[method-assign]
             return work
@@ -312,7 +312,7 @@ def test_nothing_is_updated_with_what_a_device_brings_after_a_fault() -> None:
 
 
 def test_aborts_come_before_sockets_are_shut() -> None:
-    """A communicator's own sockets have to be there, and the letter has to be, before anything ends with garbage."""
+    """A communicator's own sockets have to be there, and the message has to be, before anything ends with garbage."""
     devices, order = Devices(), []
 
     def rank(world: sw.World) -> None:
@@ -321,12 +321,12 @@ def test_aborts_come_before_sockets_are_shut() -> None:
         groups: FakeGroups = world.collectives(CPU)._groups
 
         def abort(_: Any) -> None:
-            order.append(("abort", world.journal.letter is not None, devices.accelerator.current_index()))
+            order.append(("abort", world.journal.message is not None, devices.accelerator.current_index()))
 
         groups.abort = abort  # type: ignore[method-assign]
         world._host.cut = lambda: order.append("cut")  # type: ignore[method-assign, assignment, func-returns-value]
         assert world._watch is not None
-        thread = threading.Thread(target=world._watch._deliver, args=[Letter("lost", (1,), "Rank 1 is gone.")])
+        thread = threading.Thread(target=world._watch._deliver, args=[Fault("lost", (1,), "Rank 1 is gone.")])
         thread.start()
         thread.join()
 
@@ -381,7 +381,7 @@ def test_nccl_aborts_all_communicators_as_one() -> None:
 def test_torchs_own_handling_of_errors_is_left_off(
     before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would end the process before the letter is read. `1` is what torchrun sets; other choices are somebody's."""
+    """It would end the process before the message is read. `1` is what torchrun sets; other choices are somebody's."""
     monkeypatch.delenv(nccl.ERROR_HANDLING, raising=False)
     if before is not None:
         monkeypatch.setenv(nccl.ERROR_HANDLING, before)

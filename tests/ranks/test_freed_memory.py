@@ -28,14 +28,14 @@ def test_nan_while_it_is_free(num_bytes: int) -> None:
     view = piece.tensor[num_bytes // 2 :]
     for value in (1, 2):
         assert piece.tensor.eq(255).all()
-        piece.raise_bytes()
+        piece.allocate()
         piece.tensor.fill_(value)
         assert view.eq(value).all()
-        piece.free_bytes()
+        piece.free()
     assert view.eq(255).all()
     view.zero_()  # lost, and seen by nobody else
-    piece.raise_bytes()
-    piece.free_bytes()
+    piece.allocate()
+    piece.free()
     assert view.eq(255).all()
     assert releasable(num_bytes, CPU).tensor.eq(255).all()
 
@@ -61,11 +61,11 @@ def test_memory_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None
     pieces = [Pages(16 << 20, system) for system in [_System()] for _ in range(4)]
     before = resident_bytes()
     for piece in pieces:
-        piece.raise_bytes()
+        piece.allocate()
         piece.tensor.fill_(1)
     assert resident_bytes() - before > 60 << 20
     for piece in pieces:
-        piece.free_bytes()
+        piece.free()
     assert resident_bytes() - before < 8 << 20
 
 
@@ -77,12 +77,12 @@ def test_threads_raise_and_free_at_once() -> None:
         pieces = [releasable(65_536 * (1 + index % 3), CPU) for index in range(4)]
         for _ in range(50):
             for piece in pieces:
-                piece.raise_bytes()
+                piece.allocate()
                 piece.tensor.fill_(value)
             if not all(piece.tensor.eq(value).all() for piece in pieces):
                 failures.append(value)
             for piece in pieces:
-                piece.free_bytes()
+                piece.free()
             if not all(piece.tensor.eq(255).all() for piece in pieces):
                 failures.append(value)
 

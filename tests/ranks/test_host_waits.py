@@ -23,7 +23,7 @@ from torch import nn
 from twins import Transformer, adamw, batches, full_params, plan_of, share_of
 
 import shardwise as sw
-from shardwise.comm.letter import Letter
+from shardwise.comm.fault import Fault
 from shardwise.errors import FaultError
 from shardwise.precision import LateFloat
 from shardwise.testing import run_ranks
@@ -102,7 +102,7 @@ def _site() -> str | None:
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are taken to lie where the host has to wait for them."""
-    monkeypatch.setattr("shardwise.works.on_host", lambda _: False)
+    monkeypatch.setattr("shardwise.sharded.on_host", lambda _: False)
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def test_numbers_are_those_that_the_host_would_have_read(
 ) -> None:
     plan = plan_of(preset, None, clip_grad_norm=clip)
     norms, params, mean = trained(plan, shares_memory=True)
-    monkeypatch.setattr("shardwise.works.on_host", lambda _: False)
+    monkeypatch.setattr("shardwise.sharded.on_host", lambda _: False)
     late_norms, late_params, late_mean = trained(plan, shares_memory=False)
     assert late_norms == pytest.approx(norms, rel=1e-6)
     assert torch.allclose(late_mean, mean, atol=1e-6)
@@ -336,10 +336,10 @@ def test_no_update_begins_after_a_fault(away: None) -> None:
         with sw.shard(model, "ddp", optimizer=adamw(model), world=world) as engine:
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.clip_grad_norm_(1.0)  # the ranks have agreed
-            world.journal.letter = Letter("lost", (0,), "a rank was lost")
+            world.journal.message = Fault("lost", (0,), "a rank was lost")
             with pytest.raises(FaultError, match="a rank was lost"):
                 engine.step()
-            world.journal.letter = None
+            world.journal.message = None
             assert torch.equal(engine.state_dict()["weight"], before)
 
     run_ranks(1, rank)

@@ -351,14 +351,14 @@ def test_a_gather_that_the_library_forgets_to_wait_for_is_found(monkeypatch: pyt
     assert _is_found(Devices("late"), ("zero3", 2, None))
 
 
-def test_an_inbox_that_the_library_frees_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fresh_that_the_library_frees_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Mover.wait_grad
 
     def too_early(self: Mover, action: Action) -> None:
         reduction = self._reduction
-        if reduction is not None and reduction._inbox is not None and reduction._work is not None:
-            reduction._inbox.free_bytes()
-            reduction._inbox = None
+        if reduction is not None and reduction._fresh is not None and reduction._work is not None:
+            reduction._fresh.free()
+            reduction._fresh = None
         honest(self, action)
 
     monkeypatch.setattr(Mover, "wait_grad", too_early)

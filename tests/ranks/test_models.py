@@ -236,9 +236,9 @@ def test_different_models_are_refused_by_name(preset: str) -> None:
             sw.shard(model, preset, world=world)
         return str(caught.value)
 
-    for letter in run_ranks(2, rank):
-        assert "1.weight [4, 4]" in letter
-        assert "rank 1 has 1.weight [5, 4]" in letter
+    for message in run_ranks(2, rank):
+        assert "1.weight [4, 4]" in message
+        assert "rank 1 has 1.weight [5, 4]" in message
 
 
 def test_a_model_without_blocks(preset: str) -> None:

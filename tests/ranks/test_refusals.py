@@ -21,9 +21,9 @@ def refused(num_ranks: int, work: Callable[[sw.World], Any], kind: type[Exceptio
             work(world)
         return str(caught.value)
 
-    letters = run_ranks(num_ranks, rank)
-    assert len(set(letters)) == 1
-    return letters[0]
+    messages = run_ranks(num_ranks, rank)
+    assert len(set(messages)) == 1
+    return messages[0]
 
 
 PLANS: dict[str, tuple[Any, str]] = {
@@ -56,8 +56,8 @@ def test_plans(case: str) -> None:
     torch.manual_seed(0)
     models = [Transformer() for _ in range(2)]
     before = [{name: (param, param.detach().clone()) for name, param in each.named_parameters()} for each in models]
-    letter = refused(2, lambda world: sw.shard(models[world.rank], plan, world=world), ConfigError)
-    assert words in letter
+    message = refused(2, lambda world: sw.shard(models[world.rank], plan, world=world), ConfigError)
+    assert words in message
     for model, params in zip(models, before, strict=True):
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
@@ -118,10 +118,10 @@ def test_models(build: Callable[[], nn.Module], words: str) -> None:
 
 def test_parameters_on_different_devices() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    letter = refused(1, lambda world: sw.shard(model, world=world), ModelError)
-    assert "0.weight on cpu, 1.weight on meta" in letter
-    letter = refused(1, lambda world: sw.shard(nn.ReLU(), world=world), ModelError)
-    assert "no parameters" in letter
+    message = refused(1, lambda world: sw.shard(model, world=world), ModelError)
+    assert "0.weight on cpu, 1.weight on meta" in message
+    message = refused(1, lambda world: sw.shard(nn.ReLU(), world=world), ModelError)
+    assert "no parameters" in message
 
 
 class Norms(torch.optim.Optimizer):
@@ -176,8 +176,8 @@ def test_a_refused_optimizer_leaves_the_model_as_it_was() -> None:
 
 def test_an_optimizer_of_another_model() -> None:
     other = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
-    letter = refused(1, lambda world: sw.shard(Transformer(), optimizer=other, world=world), ModelError)
-    assert "shape (3, 3) that is not one of the model's" in letter
+    message = refused(1, lambda world: sw.shard(Transformer(), optimizer=other, world=world), ModelError)
+    assert "shape (3, 3) that is not one of the model's" in message
 
 
 def test_calls_that_make_no_sense() -> None:

@@ -16,7 +16,7 @@ from twins import Batch, Run, Transformer, adamw, assert_same, batches, engine_s
 
 import shardwise as sw
 import shardwise.optim  # its tables are not to be counted
-from shardwise.checkpoint import Belongings
+from shardwise.checkpoint import TrainingState
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import InjectedError, run_ranks
 
@@ -301,7 +301,7 @@ def test_a_change_that_fails_half_way_says_why_and_the_engine_closes(monkeypatch
     def fails(*_: object) -> None:
         raise InjectedError("out of memory, say")
 
-    monkeypatch.setattr(Belongings, "move_into", fails)
+    monkeypatch.setattr(TrainingState, "move_into", fails)
     model = start()
     engine = sw.shard(model, "zero3", optimizer=adamw(model))
     with pytest.raises(InjectedError):

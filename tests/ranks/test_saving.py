@@ -163,9 +163,9 @@ def test_a_change_by_hand_before_the_copy_is_refused(tmp_path: Path, late: threa
         assert resumed.step == 1
         return str(caught.value)
 
-    letters = on_ranks(2, work)
-    assert letters[0] == letters[1]
-    assert "was changed by hand while it was being copied" in letters[0]
+    messages = on_ranks(2, work)
+    assert messages[0] == messages[1]
+    assert "was changed by hand while it was being copied" in messages[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
@@ -240,7 +240,7 @@ def test_a_failure_behind_the_back_comes_to_light(
 
     armed = threading.Event()
     monkeypatch.setattr(write, "_write_all", full)
-    letters: dict[int, str] = {}
+    messages: dict[int, str] = {}
 
     def work(engine: sw.Engine) -> None:
         train(engine)
@@ -254,12 +254,12 @@ def test_a_failure_behind_the_back_comes_to_light(
             try:
                 engine.close()
             except CheckpointError as error:
-                letters[engine.world.rank] = str(error)
+                messages[engine.world.rank] = str(error)
             return
         calls = {"save": lambda: engine.save(tmp_path), "resume": lambda: engine.resume(tmp_path)}
         with pytest.raises(CheckpointError) as caught:
             calls.get(surfaces, engine.wait_for_save)()
-        letters[engine.world.rank] = str(caught.value)
+        messages[engine.world.rank] = str(caught.value)
         engine.world.barrier()
         armed.clear()
         resumed = engine.resume(tmp_path)
@@ -269,13 +269,13 @@ def test_a_failure_behind_the_back_comes_to_light(
         engine.save(tmp_path)
 
     on_ranks(2, work)
-    assert "step-00000002 could not be written" in letters[0]
-    assert "No space left" in letters[0]
+    assert "step-00000002 could not be written" in messages[0]
+    assert "No space left" in messages[0]
     if surfaces == "close":
-        assert 0 in letters  # rank 0 hears of everybody's failure, others of their own
+        assert 0 in messages  # rank 0 hears of everybody's failure, others of their own
     else:
-        assert letters[0] == letters[1]
-        assert str(tmp_path) in letters[0]
+        assert messages[0] == messages[1]
+        assert str(tmp_path) in messages[0]
     assert not list(tmp_path.glob(".writing-*"))
     assert 1 in checkpoints_in(tmp_path)
 

@@ -27,8 +27,8 @@ from twins import (
 import shardwise as sw
 from shardwise.comm.shm import neighbours, word
 from shardwise.comm.shm.arena import Arena
-from shardwise.comm.shm.desk import NUM_OFFERS
 from shardwise.comm.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
+from shardwise.comm.shm.offers import NUM_OFFERS
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -217,7 +217,7 @@ def test_where_nothing_can_rest_in_common_collectives_still_share(
     monkeypatch.setattr(SharedFile, "map_privately", refuse)
 
     def after(engine: sw.Engine) -> dict[str, Any]:
-        return {"how": str(engine), "rests_apart": all(flat.common is None for flat in engine._works.flats)}
+        return {"how": str(engine), "rests_apart": all(flat.shared is None for flat in engine._works.flats)}
 
     data = batches(5, rows=12)
     run = sharded_run(model, data, "zero3", 3, None, after=after)
@@ -292,17 +292,17 @@ def test_of_a_neighbours_blocks_the_least_recently_used_is_unmapped(monkeypatch:
 def test_more_offers_than_there_are_places_for() -> None:
     def rank(world: sw.World) -> float:
         collectives = world.collectives(CPU)
-        works, tensors = [], []
+        sharded, tensors = [], []
         for number in range(NUM_OFFERS + 20):
             if world.rank == 0:
                 tensors.append(torch.full((3,), float(number)))
             else:
                 tensors.append(torch.zeros(3))
-            works.append(collectives.broadcast(tensors[-1], 0, world.everybody, "values"))
+            sharded.append(collectives.broadcast(tensors[-1], 0, world.everybody, "values"))
             if world.rank == 1:
-                works[-1].wait()
+                sharded[-1].wait()
         if world.rank == 0:
-            for work in works:
+            for work in sharded:
                 work.wait()
         world.barrier()
         return float(torch.stack(tensors).sum())
@@ -315,7 +315,7 @@ def test_a_word_wakes_who_waits(by_futex: bool, monkeypatch: pytest.MonkeyPatch)
     if not by_futex:
         monkeypatch.setattr(word, "_FUTEX", None)
     file = SharedFile.create()
-    writer, reader = (word.Word(file.map(0, mmap.PAGESIZE), 0) for _ in range(2))
+    writer, reader = (word.Futex(file.map(0, mmap.PAGESIZE), 0) for _ in range(2))
     seen = reader.value
     reader.wait_while(seen, 0.01)
     assert reader.value == seen  # time was up

@@ -292,9 +292,9 @@ def test_an_unreadable_place_is_refused_on_all_ranks(tmp_path: Path) -> None:
             engine.resume(tmp_path)
         return str(caught.value)
 
-    letters = work_on_ranks(2, work, "zero3", build, adamw)
-    assert letters[0] == letters[1]
-    assert "latest is not a regular file" in letters[0]
+    messages = work_on_ranks(2, work, "zero3", build, adamw)
+    assert messages[0] == messages[1]
+    assert "latest is not a regular file" in messages[0]
 
 
 # -- whatever else comes to mind ------------------------------------------------------------------------

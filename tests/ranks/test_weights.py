@@ -16,8 +16,8 @@ from torch import nn
 from twins import Transformer
 
 import shardwise as sw
-from shardwise.birth.files import WeightFiles
 from shardwise.errors import CheckpointError, ModelError
+from shardwise.init.files import WeightFiles
 from shardwise.placement import Span
 from shardwise.testing import run_ranks
 
@@ -150,10 +150,10 @@ def test_all_differences_are_in_one_letter(tmp_path: Path) -> None:
     def rank(world: sw.World) -> None:
         with pytest.raises(ModelError) as caught:
             sw.shard(models[world.rank], weights=tmp_path, world=world)
-        letter = str(caught.value)
-        assert "head.weight is [67, 32] in the model and [3, 3] in the file" in letter
-        assert "the files lack norm.weight; the model lacks extra.weight." in letter
-        assert "strict=False" in letter
+        message = str(caught.value)
+        assert "head.weight is [67, 32] in the model and [3, 3] in the file" in message
+        assert "the files lack norm.weight; the model lacks extra.weight." in message
+        assert "strict=False" in message
 
     run_ranks(2, rank)
 

@@ -5,11 +5,10 @@ from shardwise.checkpoint.content import Content, Entry, content_of
 from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
 from shardwise.checkpoint.keep import Keep, numbers_of
 from shardwise.checkpoint.load import Loaded, Stateful, find, load
-from shardwise.checkpoint.reshard import Belongings
+from shardwise.checkpoint.reshard import TrainingState
 from shardwise.checkpoint.saver import Request, Saver
 
 __all__ = [
-    "Belongings",
     "Content",
     "Entry",
     "Keep",
@@ -17,6 +16,7 @@ __all__ = [
     "Request",
     "Saver",
     "Stateful",
+    "TrainingState",
     "checkpoints_in",
     "content_of",
     "encode",

@@ -103,9 +103,9 @@ class Notes:
             raise CheckpointError(f"rank {rank} ended (killed?) before it had finished its file.")
         if not self._draft.is_dir():
             raise CheckpointError(f"the folder {self._draft} was removed while it was being written.")
-        letter = self._journal.letter
-        if letter is not None and still_seconds > min(AFTER_FAULT_SECONDS, self._timeout_seconds):
-            raise CheckpointError(f"rank {missing[0]} has not finished its file, and: {letter.text}")
+        fault = self._journal.fault
+        if fault is not None and still_seconds > min(AFTER_FAULT_SECONDS, self._timeout_seconds):
+            raise CheckpointError(f"rank {missing[0]} has not finished its file, and: {fault.text}")
         if still_seconds > self._timeout_seconds:
             raise CheckpointError(
                 f"rank {missing[0]} has not finished its file, and the file has not grown for "

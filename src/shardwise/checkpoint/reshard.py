@@ -55,7 +55,7 @@ class _Thing:
     dtype: torch.dtype
 
 
-class Belongings:
+class TrainingState:
     """What a rank holds of parameters and states in the old layout, until it is moved. All ranks make one at once."""
 
     def __init__(self, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, world: World) -> None:

@@ -27,5 +27,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert, and print what was done; a `ShardwiseError` says why not."""
-    status: int = importlib.import_module("shardwise.cli.converted").run(args)
+    status: int = importlib.import_module("shardwise.cli.conversion").run(args)
     return status

@@ -21,7 +21,7 @@ from rich.text import Text
 from shardwise.cli import checks
 from shardwise.cli.checks import Check
 from shardwise.cli.meeting import meet
-from shardwise.cli.sharing import obstacle_to_sharing
+from shardwise.cli.memory_sharing import obstacle_to_sharing
 from shardwise.machine import Cgroups, TorchFacts, host_memory, num_cores
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}

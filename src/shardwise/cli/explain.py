@@ -8,8 +8,8 @@ import json
 
 from rich.console import Console
 
-from shardwise.cli.explained import Explained, Subject, UnitSize, as_json, explain, stand_in
-from shardwise.cli.explained_print import print_explained, print_presets
+from shardwise.cli.explanation import Explanation, Subject, UnitSize, as_json, explain, stand_in
+from shardwise.cli.print_explanation import print_explained, print_presets
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
@@ -69,7 +69,7 @@ def _list(args: argparse.Namespace) -> None:
         print_presets(Console())
 
 
-def _explained(args: argparse.Namespace) -> Explained:
+def _explained(args: argparse.Namespace) -> Explanation:
     if args.plan is None:
         raise ConfigError(
             "Name a plan: a preset such as zero3, or a file. shardwise explain --list prints the presets."

@@ -21,5 +21,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is in the checkpoint; 1 if it is damaged."""
-    status: int = importlib.import_module("shardwise.cli.inspected").run(args)  # needs torch; --help must not wait
+    status: int = importlib.import_module("shardwise.cli.inspection").run(args)  # needs torch; --help must not wait
     return status

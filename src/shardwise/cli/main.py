@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from shardwise.cli.unread import UNREAD_STATUS, is_about_output, let_go
+from shardwise.cli.broken_pipe import UNREAD_STATUS, is_about_output, let_go
 from shardwise.errors import ShardwiseError, nearest
 from shardwise.version import __version__
 
@@ -60,7 +60,7 @@ def _status_of(arguments: list[str]) -> int:
         return _refuse(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED_STATUS
-    except SystemExit as end:  # argparse has printed its help, its version or its letter
+    except SystemExit as end:  # argparse has printed its help, its version or its message
         if is_about_output(end):
             return UNREAD_STATUS
         return end.code if isinstance(end.code, int) else 0
@@ -112,8 +112,8 @@ def _top_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse(letter: str) -> int:
-    print(f"shardwise: {letter}", file=sys.stderr)
+def _refuse(message: str) -> int:
+    print(f"shardwise: {message}", file=sys.stderr)
     return USAGE_STATUS
 
 

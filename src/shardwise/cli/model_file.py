@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.cli.explained import UnitSize
+from shardwise.cli.explanation import UnitSize
 from shardwise.config import Plan
 from shardwise.errors import ModelError, nearest
 from shardwise.mesh import Mesh
@@ -21,7 +21,7 @@ from shardwise.optim import hidden_matrices
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import rehearse
-from shardwise.storage import UnitChoice, choose_units, make_unit, rows_for, unit_spec
+from shardwise.storage import UnitChoice, choose_units, make_unit, tables_for, unit_spec
 from shardwise.telemetry import ByteMeter
 
 
@@ -29,7 +29,7 @@ def units_of(
     source: str, model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None = None
 ) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
     """The units that `plan` makes of the `model` that `source` has built, and their sizes."""
-    choices, rows = choose_units(model, plan), rows_for(model, plan, mesh)
+    choices, rows = choose_units(model, plan), tables_for(model, plan, mesh)
     updates = _updates(model, optimizer) if optimizer else None
     on_cpu = _device().type == "cpu"
     specs = [(choice, unit_spec(choice, rows, mesh, updates, on_cpu=on_cpu)) for choice in choices]
@@ -50,7 +50,7 @@ def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh
         batch = make()
     except Exception as error:
         raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
-    rows, device = rows_for(model, plan, mesh), _device()
+    rows, device = tables_for(model, plan, mesh), _device()
     first = dict.fromkeys(mesh.axes, 0)
     on_host = device.type == "cpu"
     units = [

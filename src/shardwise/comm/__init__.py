@@ -2,7 +2,6 @@
 
 from shardwise.comm.board import last_words
 from shardwise.comm.collectives import Buffers, Collectives, Communicator
-from shardwise.comm.commons import Common, Commons, Part
 from shardwise.comm.data_group import DataGroup
 from shardwise.comm.device_collectives import DeviceCollectives
 from shardwise.comm.group import Group
@@ -10,6 +9,7 @@ from shardwise.comm.journal import Journal
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import Pairwise, Transport
 from shardwise.comm.process_groups import ProcessGroups
+from shardwise.comm.shared_buffers import Part, SharedBuffer, SharedBuffers
 from shardwise.comm.small import sum_small
 from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.work import Done, Pending, Work
@@ -19,8 +19,6 @@ __all__ = [
     "EVERYBODY",
     "Buffers",
     "Collectives",
-    "Common",
-    "Commons",
     "Communicator",
     "DataGroup",
     "DeviceCollectives",
@@ -33,6 +31,8 @@ __all__ = [
     "Pending",
     "PostOffice",
     "ProcessGroups",
+    "SharedBuffer",
+    "SharedBuffers",
     "ThreadTransport",
     "Transport",
     "Work",

@@ -10,11 +10,11 @@ from typing import Protocol, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shardwise.comm.letter import Letter
+from shardwise.comm.fault import Fault
 from shardwise.comm.status import Status
 
 _ANSWER_SECONDS = 5
-_STATUS, _LETTER, _LEFT, _WORLDS = "status", "letter", "left", "worlds"
+_STATUS, _FAULT, _LEFT, _WORLDS = "status", "fault", "left", "worlds"
 KEY = "shardwise-watch"
 Answer = TypeVar("Answer")
 
@@ -31,10 +31,10 @@ class Board(Protocol):
 
     def read(self, rank: int) -> Status | None: ...
 
-    def letter(self) -> Letter | None: ...
+    def fault(self) -> Fault | None: ...
 
-    def claim(self, letter: Letter) -> Letter:
-        """Post `letter`, unless there is one already; returns the one that stands."""
+    def claim(self, fault: Fault) -> Fault:
+        """Post `fault`, unless there is one already; returns the one that stands."""
         ...
 
     def leave(self, size: int) -> None:
@@ -66,17 +66,17 @@ class StoreBoard:
         text = self._get(f"{_STATUS}/{rank}")
         return Status.from_json(text) if text is not None else None
 
-    def letter(self) -> Letter | None:
-        text = self._get(_LETTER)
-        return Letter.from_json(text) if text is not None else None
+    def fault(self) -> Fault | None:
+        text = self._get(_FAULT)
+        return Fault.from_json(text) if text is not None else None
 
-    def claim(self, letter: Letter) -> Letter:
-        return Letter.from_json(_answered(lambda: self._store.compare_set(_LETTER, "", letter.to_json())))
+    def claim(self, fault: Fault) -> Fault:
+        return Fault.from_json(_answered(lambda: self._store.compare_set(_FAULT, "", fault.to_json())))
 
     def leave(self, size: int) -> None:
         if _answered(lambda: self._store.add(_LEFT, 1)) < size:
             return
-        for key in (_LETTER, _LEFT, *(f"{_STATUS}/{rank}" for rank in range(size))):
+        for key in (_FAULT, _LEFT, *(f"{_STATUS}/{rank}" for rank in range(size))):
             _answered(partial(self._store.delete_key, key))
 
     def _get(self, key: str) -> bytes | None:

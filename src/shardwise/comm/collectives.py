@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm.commons import Commons, Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Journal
+from shardwise.comm.shared_buffers import Part, SharedBuffers
 from shardwise.comm.work import Work
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
@@ -88,7 +88,7 @@ class Buffers(Protocol):
         """Between two steps: let go of the memory that was kept for the next `buffer`, or of most of it."""
         ...
 
-    def commons(self, group: Group, parts: Sequence[Part]) -> Commons | None:
+    def shared_buffers(self, group: Group, parts: Sequence[Part]) -> SharedBuffers | None:
         """Memory that the ranks of the group read as one, each piece as long as the part says.
 
         `None` on all of them where they have none. All ranks of the group call.

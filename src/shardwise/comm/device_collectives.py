@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 
 from shardwise.comm.collectives import Collectives, Tensor
-from shardwise.comm.commons import Part
 from shardwise.comm.group import Group, line_of
 from shardwise.comm.journal import Awaited, Entry
 from shardwise.comm.process_groups import ProcessGroup, ProcessGroups, TorchWork
+from shardwise.comm.shared_buffers import Part
 from shardwise.comm.work import LinkError, Pending, Work
 from shardwise.devices import RankDevice, Stream
 from shardwise.errors import StateError
@@ -167,7 +167,7 @@ class DeviceCollectives:
     def rest(self, *, keeps_some: bool) -> None:
         """Torch's allocator keeps what it keeps."""
 
-    def commons(self, group: Group, parts: Sequence[Part]) -> None:
+    def shared_buffers(self, group: Group, parts: Sequence[Part]) -> None:
         """Devices have no memory in common."""
 
     # -- life -------------------------------------------------------------------------------------------

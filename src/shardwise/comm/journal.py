@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.comm.fault import Fault
 from shardwise.comm.group import Group
-from shardwise.comm.letter import Letter
 from shardwise.comm.status import Entered, PassPath, Status, Track
 from shardwise.comm.work import LinkError, Work
 from shardwise.errors import CommError, FaultError, StateError
@@ -48,7 +48,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
 _COLLECTIVES = tuple(
-    f"comm/{name}.py" for name in ("pairwise", "device_collectives", "small", "shm/collectives", "shm/commons")
+    f"comm/{name}.py" for name in ("pairwise", "device_collectives", "small", "shm/collectives", "shm/buffers")
 )
 _CLOSED = "closed"
 _EXCHANGE = "World.exchange"  # which many call, for different ends
@@ -96,7 +96,7 @@ class Journal:
         self.waiting: Entry | None = None
         self.device_wait: Callable[[], Entry | None] | None = None
         """Asks the device what it waits for; the host does not know where kernels wait for each other."""
-        self.letter: Letter | None = None
+        self.fault: Fault | None = None
         """What went wrong. Once it is set, nothing more can be sent."""
         self.explain: Callable[[LinkError], CommError] | None = None
         """Finds out why a link broke; blocks while it asks the other ranks."""
@@ -117,8 +117,8 @@ class Journal:
         `subject` says what it is about, such as the name of a flat buffer: the same on all ranks.
         Raises `FaultError` after a fault, and `StateError` once this rank's world is closed.
         """
-        if self.letter is not None:
-            raise self._refusal(self.letter)
+        if self.fault is not None:
+            raise self._refusal(self.fault)
         line = self._lines.get(group.name)
         if line is None:
             line = self._lines[group.name] = Line(group)
@@ -138,10 +138,10 @@ class Journal:
         """Raise what `enter` would. For whoever is about to use what has come from a device.
 
         [Note: garbage after a fault] A device that waits for another rank is woken by an abort, and what it brings then
-        is undefined. The letter is there before anything is aborted, so it is enough to ask after the host has read.
+        is undefined. The fault is there before anything is aborted, so it is enough to ask after the host has read.
         """
-        if self.letter is not None:
-            raise self._refusal(self.letter)
+        if self.fault is not None:
+            raise self._refusal(self.fault)
 
     def mark(self, what: str) -> None:
         """Put `what` (a few words, as they stand in errors) into this rank's history. Nothing is sent.
@@ -163,12 +163,12 @@ class Journal:
 
     def close(self) -> None:
         """Nothing more may be sent: whoever tries is refused. After a fault it stays the reason."""
-        if self.letter is None:
-            self.letter = Letter(_CLOSED, (self.rank,), "")
+        if self.fault is None:
+            self.fault = Fault(_CLOSED, (self.rank,), "")
 
-    def _refusal(self, letter: Letter) -> FaultError | StateError:
-        if letter.kind != _CLOSED:
-            return letter.error()
+    def _refusal(self, fault: Fault) -> FaultError | StateError:
+        if fault.kind != _CLOSED:
+            return fault.error()
         return StateError(
             f"The world of rank {self.rank} was closed, so nothing more can be sent to the other ranks. Call "
             f"world.close() after the last step, or leave its `with` then."
@@ -180,9 +180,9 @@ class Journal:
         self._num_passes += 1
 
     def failure(self, error: LinkError) -> CommError:
-        """The error to raise for a link that broke: the letter, if there is or soon will be one."""
-        if self.letter is not None and self.letter.kind != _CLOSED:
-            return self.letter.error()
+        """The error to raise for a link that broke: the fault, if there is or soon will be one."""
+        if self.fault is not None and self.fault.kind != _CLOSED:
+            return self.fault.error()
         return self.explain(error) if self.explain is not None else CommError(str(error))
 
     # -- what the watch calls ---------------------------------------------------------------------------

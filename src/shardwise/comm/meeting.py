@@ -2,8 +2,8 @@
 
 [Note: meetings] torch's own meeting waits in silence for whoever is missing, and ends in a timeout whatever the reason.
 So ranks meet in the store first: each says who it is, and looks who has said so. Whoever finds that it cannot come to
-pass (two processes are one rank, two ranks count another world, the launcher sees one end) leaves a letter there, which
-all others raise at once. A rank may meet the others several times, one world after the other; it counts them.
+pass (two processes are one rank, two ranks count another world, the launcher sees one end) leaves the fault there,
+which all others raise at once. A rank may meet the others several times, one world after the other; it counts them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NoReturn
 import psutil
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shardwise.comm.letter import Letter
+from shardwise.comm.fault import Fault
 from shardwise.errors import FaultError
 
 _PAUSES = 0.005, 0.1
@@ -50,9 +50,9 @@ class Meeting:
                 time.sleep(3 * _PAUSES[1])  # let the others read it too
             raise
 
-    def cancel(self, letter: Letter) -> Letter:
-        """All who wait here, now or later, raise `letter`, or the one that was there before."""
-        return Letter.from_json(self._store.compare_set("letter", "", letter.to_json()))
+    def cancel(self, fault: Fault) -> Fault:
+        """All who wait here, now or later, raise `fault`, or the one that was there before."""
+        return Fault.from_json(self._store.compare_set("fault", "", fault.to_json()))
 
     def cancel_without(self, ended: Iterable[int], living: Iterable[int]) -> None:
         """Cancel it if one of the `living` ranks waits for one that has `ended`. For the launcher."""
@@ -61,7 +61,7 @@ class Meeting:
         for rank in ended:
             if waiting and self._count("begun", rank) < max(waiting):
                 text = f"Rank {rank} has ended, and well, before it met the others in World.join()."
-                self.cancel(Letter("ended", (rank,), text))
+                self.cancel(Fault("ended", (rank,), text))
 
     def _introduce(self, rank: int, size: int) -> None:
         me = self._me
@@ -87,8 +87,8 @@ class Meeting:
         self._store.set(here[rank], "here")
         started, pause, warn_after = time.monotonic(), _PAUSES[0], patience_seconds
         while not self._store.check(here):
-            if self._store.check(["letter"]):
-                raise Letter.from_json(self._store.get("letter")).error()
+            if self._store.check(["fault"]):
+                raise Fault.from_json(self._store.get("fault")).error()
             waited = time.monotonic() - started
             if waited > min(warn_after, timeout_seconds):
                 missing = [other for other in range(size) if not self._store.check([here[other]])]
@@ -105,7 +105,7 @@ class Meeting:
 
     def _refuse(self, rank: int, text: str) -> NoReturn:
         """Tell the others too, unless they have been told something else."""
-        mine = Letter("contradiction", (rank,), text, origin=rank)
+        mine = Fault("contradiction", (rank,), text, origin=rank)
         self.cancel(mine)
         raise mine.error()
 
@@ -118,8 +118,8 @@ def _began() -> float:
     return psutil.Process().create_time()
 
 
-def _overdue(missing: list[int], size: int, place: str, timeout_seconds: float) -> Letter:
-    return Letter(
+def _overdue(missing: list[int], size: int, place: str, timeout_seconds: float) -> Fault:
+    return Fault(
         "timeout",
         tuple(missing),
         f"{_named(missing)} of {size} never came to {place}, where the others have waited for {timeout_seconds:g} s. "

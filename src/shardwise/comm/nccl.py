@@ -3,7 +3,7 @@
 [Note: aborts] Communicators that are aborted one after the other can wait for each other, since each abort waits for
 kernels that wait for a peer which aborts another one first (pytorch#119797). Torch groups them, as we do, though only
 for all process groups of the process at once. Torch's own handling of errors is switched off
-(`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, as its `_abort_process_group` demands): it would end the process before the letter
+(`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, as its `_abort_process_group` demands): it would end the process before the fault
 about the fault is read, or end kernels, with garbage, before anybody knows of a fault. The watch takes its place.
 """
 

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 
 from shardwise.comm.collectives import Tensor
-from shardwise.comm.commons import Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
+from shardwise.comm.shared_buffers import Part
 from shardwise.comm.small import exchange
 from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.mesh import Mesh
@@ -124,7 +124,7 @@ class Pairwise:
     def rest(self, *, keeps_some: bool) -> None:
         """Nothing is kept."""
 
-    def commons(self, group: Group, parts: Sequence[Part]) -> None:
+    def shared_buffers(self, group: Group, parts: Sequence[Part]) -> None:
         """Pairs have no memory in common."""
 
     def transport(self, group: Group) -> str:  # noqa: ARG002

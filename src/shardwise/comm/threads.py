@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 
 from shardwise.comm.collectives import Tensor
-from shardwise.comm.letter import Letter
+from shardwise.comm.fault import Fault
 from shardwise.comm.status import Status
 from shardwise.comm.work import Done, LinkError, Work
 
@@ -21,7 +21,7 @@ class PostOffice:
     def __init__(self) -> None:
         self._boxes: dict[_Route, queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
         self._statuses: dict[int, Status] = {}
-        self._letter: Letter | None = None
+        self._fault: Fault | None = None
         self._lock = threading.Lock()
 
     def box(self, route: _Route) -> queue.SimpleQueue[Tensor]:
@@ -45,13 +45,13 @@ class PostOffice:
     def read(self, rank: int) -> Status | None:
         return self._statuses.get(rank)
 
-    def letter(self) -> Letter | None:
-        return self._letter
+    def fault(self) -> Fault | None:
+        return self._fault
 
-    def claim(self, letter: Letter) -> Letter:
+    def claim(self, fault: Fault) -> Fault:
         with self._lock:
-            self._letter = self._letter or letter
-            return self._letter
+            self._fault = self._fault or fault
+            return self._fault
 
     def leave(self, size: int) -> None:
         """The board goes with the office."""

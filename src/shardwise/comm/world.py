@@ -33,7 +33,7 @@ from shardwise.comm.nccl import NcclGroups, leave_errors_to_the_watch
 from shardwise.comm.pairwise import Pairwise, Transport
 from shardwise.comm.process_groups import ProcessGroups, TorchGroups
 from shardwise.comm.shm import Neighbours, Shared
-from shardwise.comm.watch import Watch
+from shardwise.comm.watchdog import Watchdog
 from shardwise.comm.work import Done, Work
 from shardwise.devices import RankDevice
 from shardwise.errors import CommError
@@ -83,10 +83,10 @@ class World:
         self._host: Communicator = self._pairs
         self._on_device: DeviceCollectives | None = None
         self._process_groups: list[dist.ProcessGroup | None] = []
-        self._watch: Watch | None = None
+        self._watch: Watchdog | None = None
         self.rank_device.enter()
         if board is not None and size > 1:
-            self._watch = Watch(
+            self._watch = Watchdog(
                 self.journal,
                 size,
                 board,

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from shardwise.config.formats import KeyPath, SourceError
-from shardwise.config.letters import as_config_error
+from shardwise.config.messages import as_config_error
 from shardwise.config.schema import Plan, flatten
 from shardwise.config.sources import parse_value, read_source
 from shardwise.errors import ConfigError

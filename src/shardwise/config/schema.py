@@ -1,7 +1,7 @@
 """The whole configuration on one screen.
 
 Strict: an unknown key, a wrong type or a value out of range is an error, never a silent default.
-What a name means (is `zero4` a preset? is `dp` an axis of this mesh?) is asked one floor up, in
+What a name means (is `zero4` a preset? is `dp` an axis of this mesh?) is asked one layer up, in
 `placement`, which owns those words.
 """
 

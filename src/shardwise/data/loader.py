@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from shardwise.data.indexed import IndexedFeed
 from shardwise.data.prefetch import Task, run_ahead
-from shardwise.data.processes import Crew
+from shardwise.data.processes import WorkerProcesses
 from shardwise.data.recipe import Made, Place, Recipe
 from shardwise.data.sampling import Draw
 from shardwise.data.settings import Samples, Workers, refuse_unknown
@@ -89,7 +89,7 @@ class Loader:
         self._ahead: Generator[Made, None, None] | None = None
         self._held: Made | None = None
         """Made, but not wholly handed out."""
-        self._crew: Crew | None = None
+        self._crew: WorkerProcesses | None = None
 
     # -- where the run is -------------------------------------------------------------------------------
 
@@ -230,11 +230,11 @@ class Loader:
             tasks = (partial(_made_and_pinned, task, self._pinning) for task in tasks)
         return run_ahead(tasks, num_threads, self.workers.num_ahead)
 
-    def _manned(self) -> Crew:
+    def _manned(self) -> WorkerProcesses:
         """The worker processes, started when first needed."""
         if self._crew is None:
             assert isinstance(self._feed, IndexedFeed)
-            self._crew = Crew(self._feed, self.workers.number)
+            self._crew = WorkerProcesses(self._feed, self.workers.number)
             self._end_crew = weakref.finalize(self, self._crew.close)
         return self._crew
 

@@ -30,7 +30,7 @@ CANNOT_PICKLE = (pickle.PicklingError, AttributeError, TypeError, ValueError)  #
 END_SECONDS = 5.0  # what a process gets to end by itself, its pipe being closed
 
 
-class Crew:
+class WorkerProcesses:
     """`num_workers` processes that make the steps of a feed. Whoever makes it closes it."""
 
     def __init__(self, feed: IndexedFeed, num_workers: int) -> None:
@@ -103,9 +103,9 @@ class _Worker:
             if self._num_stale == 0:
                 break
             self._num_stale -= 1
-        batches, letter, trace = unpacked(message)
-        if letter is not None:
-            failure = DataError(letter)
+        batches, failure_text, trace = unpacked(message)
+        if failure_text is not None:
+            failure = DataError(failure_text)
             failure.add_note(f"In worker process {self._number}:\n{trace}")
             raise failure
         return Made(batches, Place(step), Place(step + 1))
@@ -170,14 +170,14 @@ def _end_with_the_owner() -> None:
 
 
 def _answer(feed: IndexedFeed, step: int) -> bytes:
-    """The batches of `step`, or a letter and a traceback."""
+    """The batches of `step`, or a failure_text and a traceback."""
     try:
         return packed((feed.make(step, Event()).batches, None, ""))
     except DataError as error:
         return packed((None, str(error), traceback.format_exc()))
     except CANNOT_PICKLE as error:
-        letter = f"The batch of step {step} cannot be sent from its worker process: {error}. Collate to tensors."
-        return packed((None, letter, traceback.format_exc()))
+        failure_text = f"The batch of step {step} cannot be sent from its worker process: {error}. Collate to tensors."
+        return packed((None, failure_text, traceback.format_exc()))
 
 
 def _how_it_ended(exit_code: int | None) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from shardwise.birth.files import read_index
-from shardwise.birth.heads import Stored, read_head
 from shardwise.errors import CheckpointError
 from shardwise.formats.source import PARAM, Source, Spec, stored_files
 from shardwise.formats.stream import SafetensorsFile, split_by_size
 from shardwise.formats.torch_files import load_file
+from shardwise.init.files import read_index
+from shardwise.init.heads import Stored, read_head
 from shardwise.safe_files import inside, read_json
 
 Tensor = torch.Tensor

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from shardwise.birth.heads import DTYPES
 from shardwise.errors import CheckpointError
 from shardwise.formats.source import Spec
+from shardwise.init.heads import DTYPES
 
 Tensor = torch.Tensor
 

@@ -18,7 +18,7 @@ _HINTS = {
 }
 
 
-def letter(outcomes: list[Outcome], logs: Path | None = None) -> str:
+def failure_summary(outcomes: list[Outcome], logs: Path | None = None) -> str:
     """Which rank failed first and how, its traceback, what became of the others, and where logs are."""
     first = first_failure(outcomes)
     if first is None:

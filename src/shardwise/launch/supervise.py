@@ -14,7 +14,7 @@ from shardwise.launch.agent import Agent, Stopped
 from shardwise.launch.folder import Folder
 from shardwise.launch.job import Job
 from shardwise.launch.outcome import first_failure
-from shardwise.launch.report import letter, restart_line, stop_line
+from shardwise.launch.report import failure_summary, restart_line, stop_line
 from shardwise.launch.signals import SignalLog
 from shardwise.launch.store import LauncherStore
 
@@ -48,7 +48,7 @@ def supervise(job: Job, listener: socket.socket, on_cpu: bool) -> int:
 
 def _report_failure(agent: Agent, folder: Folder) -> int:
     outcomes = agent.outcomes
-    _say(letter(outcomes, folder.place(agent.attempt)))
+    _say(failure_summary(outcomes, folder.place(agent.attempt)))
     first = first_failure(outcomes)
     return first.status if first else 1
 

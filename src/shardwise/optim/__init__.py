@@ -2,7 +2,6 @@
 
 from shardwise.optim.adam import AdamW
 from shardwise.optim.adopted import SCALAR_STATES, AdoptedOptimizer
-from shardwise.optim.company import Company
 from shardwise.optim.cooperative import Cooperative, Peers
 from shardwise.optim.hyper import hyper_digest, hyperparameters
 from shardwise.optim.lamb import Lamb
@@ -10,18 +9,19 @@ from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon, hidden_matrices
 from shardwise.optim.piece import Piece
 from shardwise.optim.probe import state_keys, vet
+from shardwise.optim.rank_peers import RankPeers
 
 __all__ = [
     "SCALAR_STATES",
     "AdamW",
     "AdoptedOptimizer",
-    "Company",
     "Cooperative",
     "Lamb",
     "Lion",
     "Muon",
     "Peers",
     "Piece",
+    "RankPeers",
     "hidden_matrices",
     "hyper_digest",
     "hyperparameters",

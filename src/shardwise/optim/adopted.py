@@ -17,9 +17,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
-from shardwise.optim.company import Company
 from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
+from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.states import StatesOfPieces
 from shardwise.storage import Flat
 
@@ -36,7 +36,7 @@ class AdoptedOptimizer:
     `before` and `after` are called around every step with the optimizer that takes it, whoever asks for it:
     `engine.step()` or `optimizer.step()`. `forget(pieces, set_to_none)` is what `zero_grad` of the optimizer that has
     these `pieces` means; with `None` for those that have all. `whole` is what its `state_dict()` returns.
-    `company` answers a cooperative optimizer.
+    `peers` answers a cooperative optimizer.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AdoptedOptimizer:
         after: Callable[[torch.optim.Optimizer], None],
         forget: Callable[[Sequence[Piece] | None, bool], None],
         whole: Callable[[torch.optim.Optimizer], dict[str, Any]],
-        company: Company,
+        peers: RankPeers,
     ) -> None:
         self.members = tuple(members)
         self._groups = {member: GroupsOfPieces(member, pieces_of(member, flats)) for member in members}
@@ -56,9 +56,9 @@ class AdoptedOptimizer:
         self._member_of = {piece.tensor: member for member, groups in self._groups.items() for piece in groups.pieces}
         self._names = {id(piece.param): piece.name for piece in self.pieces}
         self._handles: list[RemovableHandle] = []
-        company.meet(self.pieces)
+        peers.meet(self.pieces)
         for member, groups in self._groups.items():
-            self._adopt(member, groups.pieces, company)
+            self._adopt(member, groups.pieces, peers)
             self._hook(member, before, after)
             self._handles += [
                 member.register_load_state_dict_pre_hook(self._cut_state_dict),
@@ -75,13 +75,13 @@ class AdoptedOptimizer:
             }
             member.__dict__.update(instead)  # until release
 
-    def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece], company: Company) -> None:
+    def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece], peers: RankPeers) -> None:
         """Cut the states that there are."""
         by_param: dict[Tensor, Piece] = {piece.param: piece for piece in pieces}
         kept = {param: _dense(member, param) for param in by_param if member.state.get(param)}
         member.state.clear()
         if isinstance(member, Cooperative):
-            member.peers = company
+            member.peers = peers
         for param, entry in kept.items():
             self.put_state(by_param[param], entry)
         self._guard_states(member)

@@ -2,7 +2,7 @@
 
 [Note: pieces] A cooperative optimizer is an ordinary `torch.optim.Optimizer`: on a plain model it sees whole
 parameters and asks `Alone`, which has every answer itself. On a sharded one its groups hold flat pieces, perhaps empty,
-and the same questions go to the other ranks (`company.py`). The arithmetic is the same code either way.
+and the same questions go to the other ranks (`peers.py`). The arithmetic is the same code either way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Params = Any
 
 Make = Callable[[nn.Parameter], Tensor]
 """What this rank's elements of a parameter add to its matrix, flat, in the dtype of the iteration."""
-Work = Callable[[nn.Parameter, Tensor], Tensor]
+Compute = Callable[[nn.Parameter, Tensor], Tensor]
 """From a whole matrix of the parameter to another of its shape. May overwrite the first."""
 Apply = Callable[[nn.Parameter, Tensor], None]
 """Update this rank's elements of a parameter with the same elements of the result."""
@@ -42,7 +42,7 @@ class Peers(Protocol):
         """`squares`, a row of sums over the local elements for each parameter, summed over all. All ranks call."""
         ...
 
-    def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: Work, apply: Apply) -> None:
+    def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: Compute, apply: Apply) -> None:
         """For each of `params` with a gradient: make pieces, work on the whole, apply to pieces. All ranks call."""
         ...
 
@@ -59,7 +59,7 @@ class Alone:
     def sum_squares(self, params: Sequence[nn.Parameter], squares: Tensor) -> Tensor:  # noqa: ARG002
         return squares
 
-    def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: Work, apply: Apply) -> None:
+    def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: Compute, apply: Apply) -> None:
         for param in params:
             if param.grad is not None:
                 apply(param, work(param, make(param).view(param.shape)).reshape(param.shape))

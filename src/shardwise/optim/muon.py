@@ -136,7 +136,7 @@ class Muon(Cooperative):
 def orthogonalized(matrix: Tensor, coefficients: Coefficients, num_steps: int, eps: float) -> Tensor:
     """Near to U V^T of the 2-d `matrix` U S V^T, by a quintic Newton-Schulz iteration; overwrites `matrix`.
 
-    Works on the short side, in the matrix's dtype, and holds one more matrix and two squares of the short side.
+    ShardedModel on the short side, in the matrix's dtype, and holds one more matrix and two squares of the short side.
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]

@@ -98,7 +98,7 @@ class Verdict:
             self._vector = self._own()
         self._vector = sum_small(self._vector, self._collectives, self._groups[axis], "verdict")
 
-    def pronounce(self) -> Norm:
+    def decide(self) -> Norm:
         """Settle which parameters were touched anywhere and return the global 2-norm of the gradients."""
         vector = self._own() if self._vector is None else self._vector
         self._vector = None
@@ -146,7 +146,7 @@ class Verdict:
         return [mark for flat in self._flats for mark in flat.grads.touched_here]
 
     def _has_left(self) -> bool:
-        return any(flat.grads.has_partial_inbox() for flat in self._flats)
+        return any(flat.grads.has_fresh() for flat in self._flats)
 
     def _agree(self, exchange: Callable[[bytes], list[bytes]]) -> int:
         """Tell the other hosts what this one knows, and settle what all know; returns the flags of all ranks."""

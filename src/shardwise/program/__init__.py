@@ -30,7 +30,7 @@ from shardwise.program.build import (
 from shardwise.program.check import check, check_step
 from shardwise.program.effects import COMPUTES, EFFECTS, Buffer, Effect, Subject, Verb, adds_in_place
 from shardwise.program.footprint import NUM_KEPT_BLOCKS, Footprint, footprint
-from shardwise.program.handover import Handover, Matrix, handovers
+from shardwise.program.matrix_exchange import Matrix, MatrixExchange, matrix_exchanges
 from shardwise.program.plan import StepProgram, plan_step
 from shardwise.program.prefetch import prefetch
 from shardwise.program.render import parse, render, shortened
@@ -57,9 +57,9 @@ __all__ = [
     "Effect",
     "FlatSpec",
     "Footprint",
-    "Handover",
     "Mark",
     "Matrix",
+    "MatrixExchange",
     "Moment",
     "PlacedUpdate",
     "Program",
@@ -81,7 +81,7 @@ __all__ = [
     "fills_grad",
     "footprint",
     "gather_due",
-    "handovers",
+    "matrix_exchanges",
     "norms_axes",
     "norms_numel",
     "overlap",

@@ -21,7 +21,7 @@ from shardwise.program.action import (
     Program,
 )
 from shardwise.program.effects import EFFECTS, Buffer, Subject, Verb
-from shardwise.program.handover import Handover, at, handovers
+from shardwise.program.matrix_exchange import MatrixExchange, at, matrix_exchanges
 from shardwise.program.spec import FlatSpec, Trace, UnitSpec
 
 Actions = tuple[Action, ...]
@@ -79,7 +79,7 @@ def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
         before += _agree(flats[0].mesh, axes, "verdict", numel, verdict_dtype(flats))
     if axes and buffers_bytes:
         after.append(Action("broadcast", ALL_FLATS, "buffers", "world", "-", buffers_bytes))
-    during = (*_norms(flats), *_matrices(tuple(handovers(flats).values())))
+    during = (*_norms(flats), *_matrices(tuple(matrix_exchanges(flats).values())))
     between = (Block(DURING_STEP, during),) if during else ()
     return (Block(BEFORE_STEP, tuple(before)), *between, Block(AFTER_STEP, tuple(after)))
 
@@ -247,7 +247,7 @@ def _norms(flats: Sequence[FlatSpec]) -> list[Action]:
     return _agree(flats[0].mesh, norms_axes(flats), "norms", numel) if numel else []
 
 
-def _matrices(over: Sequence[Handover]) -> list[Action]:
+def _matrices(over: Sequence[MatrixExchange]) -> list[Action]:
     """Each flat buffer's matrices are collected while those of the one before are worked out.
 
     What was handed back is waited for once the next buffer's work is done, so that no rank stands idle for it.
@@ -268,11 +268,11 @@ def _matrices(over: Sequence[Handover]) -> list[Action]:
     return due + ([returning] if returning else [])
 
 
-def _collect(one: Handover) -> list[Action]:
+def _collect(one: MatrixExchange) -> list[Action]:
     return [_handed("collect", one, at(one.given_bytes, None))] if one.moves else []
 
 
-def _handed(verb: Verb, one: Handover, sent_bytes: int) -> Action:
+def _handed(verb: Verb, one: MatrixExchange, sent_bytes: int) -> Action:
     axes = "+".join(one.flat.table.optim.shard)
     return Action(verb, one.flat.name, "update", axes, one.dtype, sent_bytes, EFFECTS[verb, "update"].stream)
 

@@ -16,7 +16,7 @@ from shardwise.program.action import AFTER_STEP, Action, Block, Moment, Program
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import backward_makes, fills_grad, reduce_due
 from shardwise.program.effects import Buffer, Effect, adds_in_place
-from shardwise.program.handover import at, handovers
+from shardwise.program.matrix_exchange import at, matrix_exchanges
 from shardwise.program.spec import FlatSpec, UnitSpec
 
 NUM_KEPT_BLOCKS = 2
@@ -85,11 +85,11 @@ def footprint(
             clock.walk(block, mark)
     for block in step:
         clock.walk(block)
-    rooms = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_room)
+    grad_buffers = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_grad_buffer)
     if activations is None:
-        return Footprint(param, grad, optim, max(0, rooms + clock.peak - grad))
+        return Footprint(param, grad, optim, max(0, grad_buffers + clock.peak - grad))
     working = clock.peak - clock.peak_grad - clock.peak_activations
-    grad, process = rooms + clock.peak_grad, activations.process_bytes
+    grad, process = grad_buffers + clock.peak_grad, activations.process_bytes
     return Footprint(param, grad, optim, working, clock.peak_activations, process, clock.peak_at)
 
 
@@ -142,7 +142,7 @@ class _Lying:
     num_bytes: int
     dtype: Dtype = "fp32"
     is_kept: bool = False
-    """Whether in memory that stays from step to step (`keeps_room`), which is no part of what comes and goes."""
+    """Whether in memory that stays from step to step (`keeps_grad_buffer`), which is no part of what comes and goes."""
 
 
 _AT_REST: tuple[Buffer, ...] = ("param", "master")
@@ -157,7 +157,7 @@ class _Walk:
         self._flats = {flat.name: flat for unit in units for flat in unit.flats}
         self._by_unit = {unit.name: unit.flats for unit in units}
         self._coordinate = coordinate
-        self._handovers = handovers(tuple(self._flats.values()))
+        self._matrix_exchanges = matrix_exchanges(tuple(self._flats.values()))
         self._live: dict[tuple[str, str], _Lying] = {}
         """By flat buffer and buffer; `next sum` is one that is on its way from another."""
         self._source: dict[tuple[str, Buffer], Buffer] = {}
@@ -226,7 +226,7 @@ class _Walk:
                 return flat.full_bytes
             case "held":
                 return flat.num_bytes(flat.table.held.shard, flat.table.held.dtype)
-        over = self._handovers[flat.name]
+        over = self._matrix_exchanges[flat.name]
         place = None if self._coordinate is None else over.place(self._coordinate)
         match buffer:
             case "given":
@@ -280,7 +280,7 @@ class _Walk:
     def _takes_kept(self, flat: FlatSpec, num_bytes: int, dtype: Dtype) -> bool:
         """Whether that can lie in the memory that stays: there is such, this is all of it, and nothing lies there."""
         fits = (num_bytes, dtype) == (flat.grad_bytes, flat.table.grad.dtype)
-        if not flat.keeps_room or not fits or flat.name in self._taken:
+        if not flat.keeps_grad_buffer or not fits or flat.name in self._taken:
             return False
         self._taken.add(flat.name)
         return True

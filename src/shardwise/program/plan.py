@@ -10,7 +10,7 @@ from shardwise.program.activations import Activations
 from shardwise.program.build import build_pass, build_step
 from shardwise.program.check import check, check_step
 from shardwise.program.footprint import Footprint, footprint
-from shardwise.program.handover import Handover, handovers
+from shardwise.program.matrix_exchange import MatrixExchange, matrix_exchanges
 from shardwise.program.prefetch import prefetch
 from shardwise.program.spec import Trace, UnitSpec
 from shardwise.program.streams import overlap, pipelined
@@ -23,7 +23,7 @@ class StepProgram:
     micro_batch: Program
     step: Program
     footprint: Footprint
-    handovers: Mapping[str, Handover] = field(default_factory=dict)
+    matrix_exchanges: Mapping[str, MatrixExchange] = field(default_factory=dict)
 
     def sent_bytes(self, num_micro_batches: int = 1, coordinate: Mapping[str, int] | None = None) -> int:
         """What the rank at `coordinate` of the mesh puts on the wire in one optimizer step.
@@ -37,7 +37,7 @@ class StepProgram:
     def _sent(self, action: Action, coordinate: Mapping[str, int] | None) -> int:
         if coordinate is None or action.verb not in ("collect", "hand_back"):
             return action.sent_bytes
-        over = self.handovers[action.flat]
+        over = self.matrix_exchanges[action.flat]
         by_place = over.given_bytes if action.verb == "collect" else over.taken_bytes
         return by_place[over.place(coordinate)]
 
@@ -80,4 +80,4 @@ def plan_step(
         activations=activations,
     )
     flats = [flat for unit in units for flat in unit.flats]
-    return StepProgram(micro_batch, step, held, handovers(flats))
+    return StepProgram(micro_batch, step, held, matrix_exchanges(flats))

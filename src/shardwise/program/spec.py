@@ -18,8 +18,8 @@ class FlatSpec:
     """One flat buffer: parameters of one dtype that share a row of the table.
 
     `numel` counts padding; `num_params` counts parameters, not elements. `table` has no axis of size 1.
-    `updates` says of each parameter how it is updated; it is empty where no optimizer is known. With `keeps_room`
-    the memory in which gradients wait for the step stays from one step to the next.
+    `updates` says of each parameter how it is updated; it is empty where no optimizer is known. With
+    `keeps_grad_buffer` the memory in which gradients wait for the step stays from one step to the next.
     """
 
     name: str
@@ -29,7 +29,7 @@ class FlatSpec:
     mesh: Mesh
     trainable: bool = True
     updates: tuple[PlacedUpdate, ...] = ()
-    keeps_room: bool = False
+    keeps_grad_buffer: bool = False
 
     @cached_property
     def layout(self) -> Layout:

@@ -21,8 +21,8 @@ from shardwise.precision import cast_floating
 from shardwise.program import END_OF_BACKWARD, Activations, Mark, Moment
 from shardwise.rehearsal.grouped import GroupedProducts
 from shardwise.rehearsal.integers import Integers, like
-from shardwise.rehearsal.letters import letter
 from shardwise.rehearsal.living import CUDA_BLOCK_BYTES, LivingBytes
+from shardwise.rehearsal.refusal import refusal
 from shardwise.rehearsal.twin import Twin, TwinFlat
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.reach import Callers, Reach
@@ -80,7 +80,7 @@ def rehearse(
             except ModelError:
                 raise
             except Exception as error:
-                raise letter(error, model) from error
+                raise refusal(error, model) from error
             if not stage.is_wiser:
                 break
     on_cpu = device.type == "cpu"

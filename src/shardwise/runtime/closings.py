@@ -53,7 +53,7 @@ class Closings:
             self._close_as_planned(closing)
         script = self._passes.current.script
         if not script.expects(moment):
-            self._gathering.settle_reductions()
+            self._gathering.finish_reductions()
             self._close_agreed(and_left=moment == END_OF_BACKWARD)
         return script.take(moment)
 
@@ -86,7 +86,7 @@ class Closings:
         will not have one next time either, so that then the end of their backward is looked for elsewhere.
         """
         current = self._passes.current
-        left = [unit.name for unit in self._units if and_left and current.reduces and unit.has_partial_inbox()]
+        left = [unit.name for unit in self._units if and_left and current.reduces and unit.has_fresh()]
         for name, is_left in self.agree(current.through, left).items():
             unit = self._by_name[name]
             self._end(unit)

@@ -31,7 +31,7 @@ class Gathering:
         for flat in unit.flats:
             if flat.is_whole:
                 continue
-            if flat.state is FullState.FLYING:
+            if flat.state is FullState.GATHERING:
                 self._executor.movers[flat.name].wait_full()
             if flat.state is FullState.ABSENT:
                 moment = unit.moments.before_forward
@@ -103,10 +103,10 @@ class Gathering:
             flat.stays = False
         return bool(staying)
 
-    def settle_reductions(self) -> None:
+    def finish_reductions(self) -> None:
         """Bring reductions that the program left under way to their end."""
         for mover in self._executor.movers.values():
-            mover.settle_reduction()
+            mover.finish_reduction()
 
     def abandon(self) -> None:
         """A forward or backward raised: wait for what is on its way, and let go of what is whole."""

@@ -17,7 +17,7 @@ from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError, ProgramError
 from shardwise.placement import Axes, Span
 from shardwise.program import Action, adds_in_place, reduce_due, step_gradients
-from shardwise.storage import Flat, FullState, Inbox, torch_dtype
+from shardwise.storage import Flat, FreshGradients, FullState, torch_dtype
 
 Tensor = torch.Tensor
 
@@ -78,9 +78,9 @@ class Mover:
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
-        if self.flat.state is FullState.FLYING and not self._spread:
-            if self.flat.common is not None:
-                self.flat.common.wait_closed()
+        if self.flat.state is FullState.GATHERING and not self._spread:
+            if self.flat.shared is not None:
+                self.flat.shared.wait_closed()
             self.flat.state = FullState.READY
             self.flat.free_held()
 
@@ -88,12 +88,12 @@ class Mover:
         flat = self.flat
         if flat.is_whole:
             return
-        if flat.state is FullState.FLYING and axis not in self._spread:
+        if flat.state is FullState.GATHERING and axis not in self._spread:
             return
         if flat.state is FullState.ABSENT:
             self._spread = shard
-            flat.raise_full()
-            if flat.common is None:
+            flat.allocate_full()
+            if flat.shared is None:
                 self._part_of_full(shard).copy_(source)
         for other in reversed(flat.spec.table.order):
             if other == axis:
@@ -106,7 +106,7 @@ class Mover:
     def _gather_over(self, axis: str) -> None:
         self._spread = tuple(other for other in self._spread if other != axis)
         gathered, group = self._part_of_full(self._spread), self._groups[axis]
-        if self.flat.common is not None:  # it is there already
+        if self.flat.shared is not None:  # it is there already
             self._count_read(gathered, group)
             return
         self._arriving = self._collectives.all_gather(gathered, group, self._name)
@@ -154,7 +154,7 @@ class Mover:
         reduction, group = self._sum(action), self._groups[action.over]
         source, dtype = reduction.current, self._dtype_of(action, reduction)
         numel, flat = source.numel() // len(group.ranks), self.flat
-        is_kept, is_same_dtype = flat.grads.is_in_room(source), source.dtype == dtype
+        is_kept, is_same_dtype = flat.grads.is_in_grad_buffer(source), source.dtype == dtype
         if adds_in_place(action.effect, is_same_dtype=is_same_dtype, is_kept=is_kept):
             out = source[group.index * numel : (group.index + 1) * numel]
         else:
@@ -166,7 +166,7 @@ class Mover:
         """Start to sum over one axis; each rank gets all of it."""
         reduction, group = self._sum(action), self._groups[action.over]
         source, dtype = reduction.current, self._dtype_of(action, reduction)
-        is_kept, is_same_dtype = self.flat.grads.is_in_room(source), source.dtype == dtype
+        is_kept, is_same_dtype = self.flat.grads.is_in_grad_buffer(source), source.dtype == dtype
         can_stay = is_kept or not self._collectives.is_buffer_scarce
         if can_stay and adds_in_place(action.effect, is_same_dtype=is_same_dtype, is_kept=is_kept):
             out = source
@@ -208,8 +208,8 @@ class Mover:
         return self._reduction
 
     def _of_backward(self) -> _Reduction:
-        inbox = self.flat.grads.open_inbox()
-        return _Reduction(inbox.memory, self.flat, inbox)
+        fresh = self.flat.grads.open_fresh()
+        return _Reduction(fresh.memory, self.flat, fresh)
 
     def _of_waiting(self) -> _Reduction:
         source = self.flat.grads.take_grad()
@@ -228,7 +228,7 @@ class Mover:
         reduction.release()
         return reduction.current
 
-    def settle_reduction(self) -> None:
+    def finish_reduction(self) -> None:
         """Bring a reduction that the program left under way to its end."""
         while self._reduction is not None:
             started = self._reduction.num_started
@@ -256,7 +256,7 @@ class Mover:
             self._reduction.release()
             self._reduction = None
         self._spread = ()
-        if self.flat.state is FullState.FLYING:
+        if self.flat.state is FullState.GATHERING:
             self.flat.state = FullState.READY
 
     def _staging_bytes(self, action: Action, source: Tensor, group: Group) -> int:
@@ -285,13 +285,13 @@ class Mover:
 class _Reduction:
     """A gradient on its way: what has been summed so far, and the collective that is under way."""
 
-    def __init__(self, source: Tensor, flat: Flat, inbox: Inbox | None) -> None:
+    def __init__(self, source: Tensor, flat: Flat, fresh: FreshGradients | None) -> None:
         self.current = source
         self._flat = flat
-        self._inbox = inbox
-        """What `current` is the memory of, as long as it is that of an inbox."""
+        self._fresh = fresh
+        """What `current` is the memory of, as long as it is that of fresh gradients."""
         self._meter = flat.meter
-        self._meter.hold("working", flat.grads.bytes_beside_room(source))
+        self._meter.hold("working", flat.grads.bytes_beside_grad_buffer(source))
         self._next: Tensor | None = None
         self._work: Work | None = None
         self._staging_bytes = 0
@@ -300,7 +300,7 @@ class _Reduction:
         self.num_started = 0
 
     def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
-        beside = self._flat.grads.bytes_beside_room
+        beside = self._flat.grads.bytes_beside_grad_buffer
         is_alike = (out.numel(), beside(out)) == (self.current.numel(), beside(self.current))
         self._is_replaced = out is self.current or is_alike
         if not self._is_replaced:
@@ -315,18 +315,18 @@ class _Reduction:
         self._work.wait()
         self._meter.drop("working", self._staging_bytes)
         if not self._is_replaced:
-            self._meter.drop("working", self._flat.grads.bytes_beside_room(self.current))
-            if self._inbox is not None:
-                self._flat.grads.take_back(self._inbox)
-        self._inbox = None
+            self._meter.drop("working", self._flat.grads.bytes_beside_grad_buffer(self.current))
+            if self._fresh is not None:
+                self._flat.grads.take_back(self._fresh)
+        self._fresh = None
         self.current, self._next, self._work = self._next, None, None
 
     def finish(self, cast: Tensor) -> None:
-        beside = self._flat.grads.bytes_beside_room
+        beside = self._flat.grads.bytes_beside_grad_buffer
         self._meter.hold("working", beside(cast) - beside(self.current))
-        self.current, self._inbox = cast, None
+        self.current, self._fresh = cast, None
         self.num_started += 1
 
     def release(self) -> None:
         """From here on whoever takes `current` counts its bytes."""
-        self._meter.drop("working", self._flat.grads.bytes_beside_room(self.current))
+        self._meter.drop("working", self._flat.grads.bytes_beside_grad_buffer(self.current))

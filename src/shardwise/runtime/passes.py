@@ -93,7 +93,7 @@ class Passes:
         self.cut_short_at = -1
         self.num_unscaled = 0
 
-    def settle_reductions(self) -> None:
+    def finish_reductions(self) -> None:
         """What passes have left unreduced is reduced now."""
         self.owes_reductions = False
         self._set_reduces(True)

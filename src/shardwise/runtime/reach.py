@@ -66,7 +66,7 @@ class Reach(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         """The units that tensors among `values` read and that are not there."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would not tell where they are
             found = [self._units.get(tensor.untyped_storage()._cdata) for tensor in _tensors(values)]
-        return [one[0] for one in found if one is not None and one[1].state in (FullState.ABSENT, FullState.FLYING)]
+        return [one[0] for one in found if one is not None and one[1].state in (FullState.ABSENT, FullState.GATHERING)]
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.comm import Commons, World
+from shardwise.comm import SharedBuffers, World
 from shardwise.errors import StateError
 from shardwise.program import END_OF_BACKWARD
 from shardwise.runtime.closings import Closings
@@ -51,7 +51,7 @@ class Runner:
         units: Sequence[Unit],
         executor: Executor,
         exchange: Callable[[bytes], list[bytes]],
-        commons: Sequence[Commons],
+        shared_buffers: Sequence[SharedBuffers],
         settings: Settings,
     ) -> None:
         self.units = list(units)
@@ -67,7 +67,7 @@ class Runner:
         self._hooks = Hooks(model, self.units, self)
         self._closings = Closings(self.passes, self.gathering, self._hooks, exchange)
         self._watching = Watching(model, self.gathering, self._hooks, self.passes)
-        self.step = Step(executor, self.programs, self.passes, self.gathering, self._closings, commons)
+        self.step = Step(executor, self.programs, self.passes, self.gathering, self._closings, shared_buffers)
         backend = settings.compile_backend
         self._compiled = CompiledUnits(model, units, backend) if backend else None
 
@@ -186,7 +186,7 @@ class Runner:
             self._timeline.end(UNITS, f"backward {unit.name}")
         if block is not None:
             block.run()
-        self.gathering.settle_reductions()
+        self.gathering.finish_reductions()
         self.gathering.free_all()
         self._learn(self.passes.current)
         self.passes.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.comm import Commons
+from shardwise.comm import SharedBuffers
 from shardwise.program import AFTER_STEP, BEFORE_STEP, DURING_STEP
 from shardwise.runtime.closings import Closings
 from shardwise.runtime.executor import Executor
@@ -23,14 +23,14 @@ class Step:
         passes: Passes,
         gathering: Gathering,
         closings: Closings,
-        commons: Sequence[Commons],
+        shared_buffers: Sequence[SharedBuffers],
     ) -> None:
         self._executor = executor
         self._programs = programs
         self._passes = passes
         self._gathering = gathering
         self._closings = closings
-        self._commons = commons
+        self._shared_buffers = shared_buffers
         self._keeps_memory = all(flat.spec.resident for unit in gathering.units for flat in unit.flats)
         """Where parameters come and go it is memory that is short, and the forward shall have it."""
 
@@ -52,9 +52,9 @@ class Step:
         self._passes.forget_programs()
 
     def _reduce_left(self) -> None:
-        self._passes.settle_reductions()
-        self._gathering.settle_reductions()
-        left = [unit.name for unit in self._gathering.units if unit.has_partial_inbox()]
+        self._passes.finish_reductions()
+        self._gathering.finish_reductions()
+        left = [unit.name for unit in self._gathering.units if unit.has_fresh()]
         for name in self._closings.agree((), left):
             unit = self._closings.unit(name)
             self._gathering.run(None, unit.moments.after_backward, unit, self._passes.current)
@@ -74,8 +74,8 @@ class Step:
 
     def open_params(self) -> None:
         """Before parameters are written where they rest: no rank reads them any more."""
-        for commons in self._commons:
-            commons.open()
+        for shared_buffers in self._shared_buffers:
+            shared_buffers.open()
 
     def restore_params(self) -> None:
         """Parameters anew from the master weights, which have been written."""
@@ -84,5 +84,5 @@ class Step:
 
     def close_params(self) -> None:
         """This rank has written its parameters."""
-        for commons in self._commons:
-            commons.close()
+        for shared_buffers in self._shared_buffers:
+            shared_buffers.close()

@@ -2,22 +2,22 @@
 
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import AtRest, Flat, FullState, is_at_rest
+from shardwise.storage.fresh import FreshGradients
 from shardwise.storage.gradients import FlatGradients
-from shardwise.storage.inbox import Inbox
 from shardwise.storage.memory import is_dense, on_host
 from shardwise.storage.overlap import agrees, copy_into, may_overlap
-from shardwise.storage.rows import Row, rows_for
 from shardwise.storage.select import UnitChoice, choose_units
 from shardwise.storage.shared import share
+from shardwise.storage.tables import LabelledTable, tables_for
 from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
     "AtRest",
     "Flat",
     "FlatGradients",
+    "FreshGradients",
     "FullState",
-    "Inbox",
-    "Row",
+    "LabelledTable",
     "Unit",
     "UnitChoice",
     "agrees",
@@ -28,8 +28,8 @@ __all__ = [
     "make_unit",
     "may_overlap",
     "on_host",
-    "rows_for",
     "share",
+    "tables_for",
     "torch_dtype",
     "unit_spec",
 ]

@@ -21,13 +21,13 @@ from enum import Enum
 
 import torch
 
-from shardwise.comm import Common
+from shardwise.comm import SharedBuffer
 from shardwise.placement import Slot, Span
 from shardwise.program import FlatSpec
 from shardwise.storage.dtypes import torch_dtype
+from shardwise.storage.grad_buffer import Memory, OwnMemory
 from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.releasable import Releasable, releasable
-from shardwise.storage.room import Memory, OwnMemory
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -38,7 +38,7 @@ class FullState(Enum):
 
     RESIDENT = "resident"
     ABSENT = "absent"
-    FLYING = "flying"
+    GATHERING = "flying"
     READY = "ready"
 
 
@@ -88,8 +88,8 @@ class Flat:
         self.param = torch.empty(0)
         self.master: Tensor | None = None
         self.held: Tensor | None = None
-        self.common: Common | None = None
-        """Where the parameters rest, if that is common memory; given before the first values."""
+        self.shared: SharedBuffer | None = None
+        """Where the parameters rest, if that is shared memory; given before the first values."""
         self.own_memory = OwnMemory(device)
         self.memory: Memory = self.own_memory
         """For what is sent from where it lies: parameters that are updated in parts."""
@@ -159,9 +159,9 @@ class Flat:
         """Memory for what this rank keeps, zero between the parameters. Returns each parameter's view of `full`."""
         table = self.spec.table
         compute = torch_dtype(table.compute)
-        if self.common is not None:
-            self.full = self.common.whole.view(compute)
-            self.param = self.common.own.view(compute)
+        if self.shared is not None:
+            self.full = self.shared.whole.view(compute)
+            self.param = self.shared.own.view(compute)
         elif self.spec.resident:  # what is updated in parts is sent from where it lies
             memory = self.memory if table.optim.shard else self.own_memory
             self.full = memory.buffer(self.spec.numel, compute).zero_()
@@ -172,7 +172,7 @@ class Flat:
         if self.spec.resident:
             self.param = self.full
         elif self._bytes_of_full is not None:
-            self._bytes_of_full.free_bytes()
+            self._bytes_of_full.free()
             self.param = torch.zeros(self.param_span.numel, dtype=compute, device=self.device)
         self.meter.hold("param", self.param.nbytes)
         if self.spec.trainable:
@@ -190,36 +190,36 @@ class Flat:
 
     # -- the whole buffer -------------------------------------------------------------------------------
 
-    def raise_full(self) -> None:
+    def allocate_full(self) -> None:
         """Give `full` its bytes back, undefined. It is on its way from here until it is `READY`."""
-        if self.common is not None:
-            self.common.renew()
+        if self.shared is not None:
+            self.shared.renew()
         elif self._bytes_of_full is not None:
-            self._bytes_of_full.raise_bytes()
+            self._bytes_of_full.allocate()
         self.meter.hold("working", self.spec.full_bytes)
-        self.state = FullState.FLYING
+        self.state = FullState.GATHERING
 
     def free_full(self) -> None:
         """Let the bytes of `full` go. Asked twice, or of a resident buffer or one that stays, it does nothing."""
         if self.state is FullState.READY and not self.stays:
-            if self.common is not None:
-                self.common.renew()
+            if self.shared is not None:
+                self.shared.renew()
             elif self._bytes_of_full is not None:
-                self._bytes_of_full.free_bytes()
+                self._bytes_of_full.free()
             self.meter.drop("working", self.spec.full_bytes)
             self.state = FullState.ABSENT
 
     def relax(self) -> None:
-        """The whole buffer is not read for a while. In common memory its pages can go meanwhile, and it stays whole."""
-        if self.common is not None and self.state is FullState.READY:
-            self.common.relax()
+        """The whole buffer is not read for a while. In shared memory its pages can go meanwhile, and it stays whole."""
+        if self.shared is not None and self.state is FullState.READY:
+            self.shared.relax()
 
     def hold(self) -> None:
-        """Keep from `full` what the table says is held until the backward. In common memory it is there anyway,
+        """Keep from `full` what the table says is held until the backward. In shared memory it is there anyway,
         and counted all the same: a promise does not depend on where ranks run."""
         if self.held is None:
             held = _part(self.full, self.held_span)
-            self.held = held.clone() if self.common is None else held
+            self.held = held.clone() if self.shared is None else held
             self.meter.hold("working", self.held.nbytes)
 
     def free_held(self) -> None:

@@ -9,8 +9,8 @@ import torch
 from shardwise.placement import Slot, Span
 from shardwise.program import FlatSpec, fills_grad, reduce_due
 from shardwise.storage.dtypes import torch_dtype
-from shardwise.storage.inbox import Inbox, place
-from shardwise.storage.room import Memory, OwnMemory, Room
+from shardwise.storage.fresh import FreshGradients, place
+from shardwise.storage.grad_buffer import GradBuffer, Memory, OwnMemory
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 class FlatGradients:
     """Where gradients are, from a backward to the call that zeroes them.
 
-    `inbox` is where a backward leaves them, a flat buffer long. Reduced they wait in `grad`, and for the update in
+    `fresh` is where a backward leaves them, a flat buffer long. Reduced they wait in `grad`, and for the update in
     `due`: this rank's ranges of the places that the table gives those two.
     """
 
@@ -36,7 +36,7 @@ class FlatGradients:
         self.own_memory = OwnMemory(device)
         self.memory: Memory = self.own_memory
         """For what is sent from where it lies."""
-        self.inbox: Inbox | None = None
+        self.fresh: FreshGradients | None = None
         self.grad: Tensor | None = None
         self.due: Tensor | None = None
         self.touched_here = [False] * len(slots)
@@ -49,68 +49,70 @@ class FlatGradients:
         self._due_span = spec.layout.span(spec.table.optim.shard, coordinate)
         self._arrived: set[int] = set()
         """Parameters whose gradient of the backward that runs has come."""
-        self._set_inbox_up()
+        self._prepare()
 
-    def _set_inbox_up(self) -> None:
+    def _prepare(self) -> None:
         """How gradients come in: cast, averaged over the ranks, each to its place."""
         spec, table = self.spec, self.spec.table
-        self._waits_in_inbox = not reduce_due(spec)
+        self._waits_as_fresh = not reduce_due(spec)
         self._wire = torch_dtype(table.wire)
-        self._inbox_dtype = torch_dtype(table.grad.dtype) if self._waits_in_inbox else self._wire
+        self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
         self._scale = 1.0
         for axis in table.axes:
             self._scale /= spec.mesh.size(axis)
         self._factor = _factor(self._scale, torch_dtype(table.compute))
         grad_dtype = torch_dtype(table.grad.dtype)
-        self._room = Room(self.grad_span.numel, grad_dtype, self._meter) if spec.keeps_room else None
+        self._grad_buffer = (
+            GradBuffer(self.grad_span.numel, grad_dtype, self._meter) if spec.keeps_grad_buffer else None
+        )
         self._fills_grad = fills_grad(spec)
         self._places = [place(slot) for slot in self._slots]
         self._gaps = _gaps(self._slots, spec.numel)
-        self._in_inbox = [False] * len(self._slots)
-        self._room_inbox: Inbox | None = None
-        self._used_inbox: Inbox | None = None
-        """One without bytes, for a later backward; see [Note: an inbox is used again]."""
+        self._in_fresh = [False] * len(self._slots)
+        self._kept_fresh: FreshGradients | None = None
+        self._used_fresh: FreshGradients | None = None
+        """One without bytes, for a later backward; see [Note: memory for fresh gradients is used again]."""
 
     # -- what a backward leaves -------------------------------------------------------------------------
 
     def arrive(self, index: int, grad: Tensor) -> None:
-        """Take the gradient of parameter `index` into the inbox: cast, averaged over ranks, in one pass."""
-        view = (self.inbox or self._opened_inbox()).views[index]
-        if self._in_inbox[index]:
+        """Take the gradient of parameter `index` into the fresh ones: cast, averaged over ranks, in one pass."""
+        view = (self.fresh or self._opened_fresh()).views[index]
+        if self._in_fresh[index]:
             view.add_(grad, alpha=self._scale)
         else:
             torch.mul(grad, self._factor, out=view)
-        self._in_inbox[index] = True
+        self._in_fresh[index] = True
         self.touched_here[index] = True
         self._arrived.add(index)
 
-    def _opened_inbox(self) -> Inbox:
-        """The inbox; a new one is undefined, but zero between parameters."""
-        if self.inbox is None:
-            self.inbox = self._new_inbox()
-            memory = self.inbox.memory
+    def _opened_fresh(self) -> FreshGradients:
+        """Memory for fresh gradients; new memory is undefined, but zero between parameters."""
+        if self.fresh is None:
+            self.fresh = self._new_fresh()
+            memory = self.fresh.memory
             for gap in self._gaps:
                 _part(memory, gap).zero_()
-            self._meter.hold("grad" if self._waits_in_inbox else "working", self.bytes_beside_room(memory))
-        return self.inbox
+            self._meter.hold("grad" if self._waits_as_fresh else "working", self.bytes_beside_grad_buffer(memory))
+        return self.fresh
 
-    def _new_inbox(self) -> Inbox:
-        if self._room is not None and self._fills_grad:
-            room = self._room.take(self.memory if self._inbox_dtype == self._wire else self.own_memory)
-            if room is not None:
-                self._room_inbox = self._room_inbox or Inbox(room, self._places)
-                return self._room_inbox
-        used, self._used_inbox = self._used_inbox, None
+    def _new_fresh(self) -> FreshGradients:
+        if self._grad_buffer is not None and self._fills_grad:
+            kept = self._grad_buffer.take(self.memory if self._fresh_dtype == self._wire else self.own_memory)
+            if kept is not None:
+                self._kept_fresh = self._kept_fresh or FreshGradients(kept, self._places)
+                return self._kept_fresh
+        used, self._used_fresh = self._used_fresh, None
         if used is not None:
-            used.raise_bytes()
+            used.allocate()
             return used
-        memory = self.own_memory if self._waits_in_inbox else self.memory
-        return Inbox(memory.buffer(self.spec.numel, self._inbox_dtype), self._places)
+        memory = self.own_memory if self._waits_as_fresh else self.memory
+        return FreshGradients(memory.buffer(self.spec.numel, self._fresh_dtype), self._places)
 
-    def take_back(self, inbox: Inbox) -> None:
-        """`inbox` has been summed elsewhere, and nobody reads it any more: a later backward uses it again."""
-        if not self.is_in_room(inbox.memory) and inbox.free_bytes():
-            self._used_inbox = inbox
+    def take_back(self, fresh: FreshGradients) -> None:
+        """`fresh` has been summed elsewhere, and nobody reads it any more: a later backward uses it again."""
+        if not self.is_in_grad_buffer(fresh.memory) and fresh.free():
+            self._used_fresh = fresh
 
     def complete(self) -> bool:
         """Whether every parameter's gradient of this backward has come."""
@@ -120,75 +122,75 @@ class FlatGradients:
         """The next backward's gradients are still to come, all of them."""
         self._arrived.clear()
 
-    def has_partial_inbox(self) -> bool:
-        """Whether gradients lie in an inbox that should have been reduced by now."""
-        return self.inbox is not None and not self._waits_in_inbox
+    def has_fresh(self) -> bool:
+        """Whether there are fresh gradients that should have been reduced by now."""
+        return self.fresh is not None and not self._waits_as_fresh
 
-    def open_inbox(self) -> Inbox:
+    def open_fresh(self) -> FreshGradients:
         """What the backward left, ready to be reduced; zeros if it left nothing here."""
-        self._opened_inbox()
-        inbox = self.close_inbox()
-        assert inbox is not None
-        return inbox
+        self._opened_fresh()
+        fresh = self.close_fresh()
+        assert fresh is not None
+        return fresh
 
-    def close_inbox(self) -> Inbox | None:
+    def close_fresh(self) -> FreshGradients | None:
         """What the backward left, zero for parameters that it did not reach."""
-        inbox, self.inbox = self.inbox, None
-        if inbox is None:
+        fresh, self.fresh = self.fresh, None
+        if fresh is None:
             return None
-        for slot, arrived in zip(self._slots, self._in_inbox, strict=True):
+        for slot, arrived in zip(self._slots, self._in_fresh, strict=True):
             if not arrived:
-                _part(inbox.memory, slot.span).zero_()
-        self._in_inbox = [False] * len(self._slots)
-        self._meter.drop("grad" if self._waits_in_inbox else "working", self.bytes_beside_room(inbox.memory))
-        return inbox
+                _part(fresh.memory, slot.span).zero_()
+        self._in_fresh = [False] * len(self._slots)
+        self._meter.drop("grad" if self._waits_as_fresh else "working", self.bytes_beside_grad_buffer(fresh.memory))
+        return fresh
 
     # -- where they wait --------------------------------------------------------------------------------
 
     def sum_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory for so much of a sum: where it is to wait, if that is all of it."""
-        if self._room is not None and self._room.fits(numel, dtype):
-            room = self._room.take(self.own_memory)
-            if room is not None:
-                return room
+        if self._grad_buffer is not None and self._grad_buffer.fits(numel, dtype):
+            kept = self._grad_buffer.take(self.own_memory)
+            if kept is not None:
+                return kept
         return self.own_memory.buffer(numel, dtype)
 
-    def is_in_room(self, tensor: Tensor) -> bool:
+    def is_in_grad_buffer(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in memory that stays: sums may be made where it is."""
-        return self._room is not None and self._room.has(tensor)
+        return self._grad_buffer is not None and self._grad_buffer.has(tensor)
 
-    def bytes_beside_room(self, tensor: Tensor) -> int:
+    def bytes_beside_grad_buffer(self, tensor: Tensor) -> int:
         """What `tensor` takes besides that."""
-        return 0 if self.is_in_room(tensor) else tensor.nbytes
+        return 0 if self.is_in_grad_buffer(tensor) else tensor.nbytes
 
     def keep_grad(self, reduced: Tensor) -> None:
         """Add a micro-batch's reduced gradient to what waits for the step."""
         if self.grad is None:
             self.grad = reduced
-            self._meter.hold("grad", self.bytes_beside_room(reduced))
+            self._meter.hold("grad", self.bytes_beside_grad_buffer(reduced))
         else:
             self.grad.add_(reduced)
 
     def take_grad(self) -> Tensor | None:
         """Hand over what has waited for the step; from here on it is the caller's."""
-        if self._waits_in_inbox:
-            inbox = self.close_inbox()
-            return inbox.memory if inbox is not None else None
+        if self._waits_as_fresh:
+            fresh = self.close_fresh()
+            return fresh.memory if fresh is not None else None
         grad, self.grad = self.grad, None
         if grad is not None:
-            self._meter.drop("grad", self.bytes_beside_room(grad))
+            self._meter.drop("grad", self.bytes_beside_grad_buffer(grad))
         return grad
 
     @property
     def _kind_of_due(self) -> str:
         """What waits besides gradients' own memory is no more than on its way."""
-        return "grad" if self._room is None else "working"
+        return "grad" if self._grad_buffer is None else "working"
 
     def keep_due(self, due: Tensor) -> None:
         """What the update will read. A second one before the update is added to the first."""
         if self.due is None:
             self.due = due
-            self._meter.hold(self._kind_of_due, self.bytes_beside_room(due))
+            self._meter.hold(self._kind_of_due, self.bytes_beside_grad_buffer(due))
         else:
             self.due.add_(due)
 
@@ -210,13 +212,13 @@ class FlatGradients:
 
     def drop(self) -> None:
         """Forget every gradient, wherever it waits."""
-        self.close_inbox()
+        self.close_fresh()
         self.take_grad()
         if self.due is not None:
-            self._meter.drop(self._kind_of_due, self.bytes_beside_room(self.due))
+            self._meter.drop(self._kind_of_due, self.bytes_beside_grad_buffer(self.due))
             self.due = None
-        if self._room is not None:
-            self._room.leave()
+        if self._grad_buffer is not None:
+            self._grad_buffer.leave()
         self.touched_here = [False] * len(self._slots)
         self.touched_anywhere = [False] * len(self._slots)
 

@@ -44,11 +44,11 @@ class Releasable(Protocol):
         """All of it, as uint8."""
         ...
 
-    def raise_bytes(self) -> None:
+    def allocate(self) -> None:
         """From here on there is something to write to, of undefined content."""
         ...
 
-    def free_bytes(self) -> None: ...
+    def free(self) -> None: ...
 
 
 def releasable(num_bytes: int, device: torch.device) -> Releasable:
@@ -70,10 +70,10 @@ class Resized:
         self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._num_bytes = num_bytes
 
-    def raise_bytes(self) -> None:
+    def allocate(self) -> None:
         self.tensor.untyped_storage().resize_(self._num_bytes)
 
-    def free_bytes(self) -> None:
+    def free(self) -> None:
         self.tensor.untyped_storage().resize_(0)
 
 
@@ -87,18 +87,18 @@ class Pages:
         mapped = mmap.mmap(-1, self._num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         self.tensor = torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes)
         self._address = self.tensor.data_ptr()
-        self._is_raised = self._stays = False
+        self._is_allocated = self._stays = False
         system.poison(self._address, self._num_bytes)
 
-    def raise_bytes(self) -> None:
-        if not (self._is_raised or self._stays):
-            self._system.raise_at(self._address, self._num_bytes)
-        self._is_raised = True
+    def allocate(self) -> None:
+        if not (self._is_allocated or self._stays):
+            self._system.allocate_at(self._address, self._num_bytes)
+        self._is_allocated = True
 
-    def free_bytes(self) -> None:
-        if not self._is_raised:
+    def free(self) -> None:
+        if not self._is_allocated:
             return
-        self._is_raised = False
+        self._is_allocated = False
         self._stays = self._stays or self._system.lets_stay(self._num_bytes)
         if self._stays:
             ctypes.memset(self._address, 0xFF, self._num_bytes)
@@ -150,7 +150,7 @@ class _System:
         with self._lock:
             self._staying_bytes -= num_bytes
 
-    def raise_at(self, address: int, num_bytes: int) -> None:
+    def allocate_at(self, address: int, num_bytes: int) -> None:
         """Let memory lie there, of undefined content."""
         with self._lock:
             kept = self._kept[num_bytes].pop() if self._kept.get(num_bytes) else None

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from shardwise.comm import Buffers, Commons, Group, Part
+from shardwise.comm import Buffers, Group, Part, SharedBuffers
 from shardwise.mesh import Mesh
 from shardwise.placement import Axes
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import Flat
 
 
-def share(flats: Iterable[Flat], collectives: Buffers, mesh: Mesh, rank: int) -> list[Commons]:
-    """Let parameters rest in common memory wherever the collectives have it. All ranks call, before first values.
+def share(flats: Iterable[Flat], collectives: Buffers, mesh: Mesh, rank: int) -> list[SharedBuffers]:
+    """Let parameters rest in shared memory wherever the collectives have it. All ranks call, before first values.
 
-    The commons come open: `close` them when the values are there.
+    Shared buffers come open: `close` them when the values are there.
     """
     if mesh.world_size == 1:
         return []
@@ -26,11 +26,11 @@ def share(flats: Iterable[Flat], collectives: Buffers, mesh: Mesh, rank: int) ->
             by_axes[shard].append(flat)
     found = []
     for axes, sharded in by_axes.items():
-        commons = collectives.commons(_line(axes, mesh, rank), [_part(flat) for flat in sharded])
-        if commons is not None:
-            found.append(commons)
-            for flat, piece in zip(sharded, commons.pieces, strict=True):
-                flat.common = piece
+        shared_buffers = collectives.shared_buffers(_line(axes, mesh, rank), [_part(flat) for flat in sharded])
+        if shared_buffers is not None:
+            found.append(shared_buffers)
+            for flat, piece in zip(sharded, shared_buffers.pieces, strict=True):
+                flat.shared = piece
     return found
 
 

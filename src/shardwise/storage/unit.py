@@ -13,8 +13,8 @@ from shardwise.mesh import Mesh
 from shardwise.placement import Slot, pack, padded_numel
 from shardwise.program import FlatSpec, PlacedUpdate, UnitMoments, UnitSpec, Update
 from shardwise.storage.flat import Flat
-from shardwise.storage.rows import Row
 from shardwise.storage.select import UnitChoice
+from shardwise.storage.tables import LabelledTable
 from shardwise.telemetry import ByteMeter
 
 Named = tuple[str, nn.Parameter]
@@ -53,16 +53,16 @@ class Unit:
         for flat in self.flats:
             flat.rest()
 
-    def has_partial_inbox(self) -> bool:
+    def has_fresh(self) -> bool:
         """Whether gradients lie here that should have been reduced by now."""
-        return any(flat.grads.has_partial_inbox() for flat in self.flats)
+        return any(flat.grads.has_fresh() for flat in self.flats)
 
 
 @dataclass(frozen=True)
-class Shelf:
+class _FlatKind:
     """Parameters that can lie in one buffer: all trainable or all frozen, under one table."""
 
-    row: Row
+    row: LabelledTable
     trainable: bool
 
     def name(self, unit: str) -> str:
@@ -73,7 +73,7 @@ class Shelf:
 
 def unit_spec(
     choice: UnitChoice,
-    rows: Mapping[nn.Parameter, Row],
+    rows: Mapping[nn.Parameter, LabelledTable],
     mesh: Mesh,
     updates: Mapping[nn.Parameter, Update] | None = None,
     *,
@@ -84,14 +84,14 @@ def unit_spec(
     `updates` says how an optimizer updates each parameter, if one is known. `on_cpu` is where ranks compute.
     """
     flats = []
-    for shelf, named in _shelves(choice, rows).items():
+    for kind, named in _by_kind(choice, rows).items():
         slots = pack((name, tuple(param.shape)) for name, param in named)
         numel = padded_numel(slots, mesh.num_data_ranks)
-        name, table = shelf.name(choice.name), shelf.row.table.on(mesh)
+        name, table = kind.name(choice.name), kind.row.table.on(mesh)
         placed = _placed(slots, named, updates)
         stays_whole = table.param == table.full and bool(table.axes)
-        keeps_room = on_cpu and shelf.trainable and stays_whole  # [Note: room for gradients]
-        flats.append(FlatSpec(name, numel, len(slots), table, mesh, shelf.trainable, placed, keeps_room))
+        keeps_grad_buffer = on_cpu and kind.trainable and stays_whole  # [Note: gradient buffers]
+        flats.append(FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, keeps_grad_buffer))
     return UnitSpec(choice.name, tuple(flats))
 
 
@@ -107,7 +107,7 @@ def _placed(
 
 def make_unit(
     choice: UnitChoice,
-    rows: Mapping[nn.Parameter, Row],
+    rows: Mapping[nn.Parameter, LabelledTable],
     mesh: Mesh,
     coordinate: Mapping[str, int],
     meter: ByteMeter,
@@ -119,20 +119,20 @@ def make_unit(
     """A unit whose flat buffers are still empty; the package `birth` fills them. `on_host`: as collectives say."""
     spec = unit_spec(choice, rows, mesh, updates, on_cpu=on_host)
     flats = []
-    for flat_spec, named in zip(spec.flats, _shelves(choice, rows).values(), strict=True):
+    for flat_spec, named in zip(spec.flats, _by_kind(choice, rows).values(), strict=True):
         slots = pack((name, tuple(param.shape)) for name, param in named)
         flats.append(Flat(flat_spec, slots, [param for _, param in named], coordinate, meter, device))
     return Unit(spec, tuple(flats), list(choice.sites))
 
 
-def _shelves(choice: UnitChoice, rows: Mapping[nn.Parameter, Row]) -> dict[Shelf, Sequence[Named]]:
+def _by_kind(choice: UnitChoice, rows: Mapping[nn.Parameter, LabelledTable]) -> dict[_FlatKind, Sequence[Named]]:
     """The plan's own table first, and under each table trainable parameters first."""
-    shelves: dict[Shelf, list[Named]] = {}
+    kinds: dict[_FlatKind, list[Named]] = {}
     for name, param in choice.params.items():
         if is_floating(param):
-            shelves.setdefault(Shelf(rows[param], param.requires_grad), []).append((name, param))
-    order = sorted(shelves, key=lambda shelf: (shelf.row.label, not shelf.trainable))
-    return {shelf: shelves[shelf] for shelf in order}
+            kinds.setdefault(_FlatKind(rows[param], param.requires_grad), []).append((name, param))
+    order = sorted(kinds, key=lambda kind: (kind.row.label, not kind.trainable))
+    return {kind: kinds[kind] for kind in order}
 
 
 def is_floating(param: torch.Tensor) -> bool:

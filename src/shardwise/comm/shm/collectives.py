@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.comm.collectives import Tensor
-from shardwise.comm.commons import Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
 from shardwise.comm.pairwise import Pairwise
-from shardwise.comm.shm.commons import SharedCommons
+from shardwise.comm.shared_buffers import Part
+from shardwise.comm.shm.buffers import MappedBuffers
 from shardwise.comm.shm.file import SharedFile
 from shardwise.comm.shm.neighbours import Neighbours
 from shardwise.comm.small import exchange
@@ -113,7 +113,7 @@ class Shared:
     def rest(self, *, keeps_some: bool) -> None:
         self._neighbours.rest(keeps_some=keeps_some)
 
-    def commons(self, group: Group, parts: Sequence[Part]) -> SharedCommons | None:
+    def shared_buffers(self, group: Group, parts: Sequence[Part]) -> MappedBuffers | None:
         if not self._is_near(group) or len(group.ranks) == 1:
             return None
         return self._meet_in(group, parts)
@@ -208,7 +208,7 @@ class Shared:
         copy.copy_(tensor)
         return copy
 
-    def _meet_in(self, group: Group, parts: Sequence[Part]) -> SharedCommons | None:
+    def _meet_in(self, group: Group, parts: Sequence[Part]) -> MappedBuffers | None:
         """The first of the group makes a file, the others open it; if one cannot, nobody has it."""
         mine, refusal, made = None, "", None
         if group.index == 0:
@@ -217,14 +217,14 @@ class Shared:
             except OSError as error:
                 refusal = str(error)
         said = {"pid": os.getpid(), "file": mine.descriptor if mine is not None else -1}
-        first = json.loads(self.exchange(json.dumps(said).encode(), group, "common memory")[0])
+        first = json.loads(self.exchange(json.dumps(said).encode(), group, "shared memory")[0])
         try:
             if first["file"] >= 0:
                 mine = mine or SharedFile.attach(first["pid"], first["file"])
-                made = SharedCommons(group, self._neighbours, self.journal, mine, parts)
+                made = MappedBuffers(group, self._neighbours, self.journal, mine, parts)
         except OSError as error:
             refusal = str(error) or "refused"
-        is_refused = any(self.exchange(refusal.encode(), group, "common memory made"))
+        is_refused = any(self.exchange(refusal.encode(), group, "shared memory made"))
         if mine is not None:
             mine.close()
         return None if is_refused else made

@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from shardwise.comm.shm.arena import Arena, Block
-from shardwise.comm.shm.desk import TO_ALL, Desk, desk_bytes
 from shardwise.comm.shm.file import Mapping, SharedFile, bytes_of, forget, is_possible
+from shardwise.comm.shm.offers import TO_ALL, OfferTable, offer_table_bytes
 from shardwise.comm.work import LinkError
 
 Tensor = torch.Tensor
@@ -50,12 +50,13 @@ class Neighbours:
         self.rank = rank
         self.ranks = tuple(ranks)
         self._places = {other: place for place, other in enumerate(self.ranks)}
-        num_bytes = desk_bytes(len(self.ranks))
-        self._desks = {
-            other: Desk(files[other].map(0, num_bytes), len(self.ranks), is_own=other == rank) for other in self.ranks
+        num_bytes = offer_table_bytes(len(self.ranks))
+        self._offer_tables = {
+            other: OfferTable(files[other].map(0, num_bytes), len(self.ranks), is_own=other == rank)
+            for other in self.ranks
         }
         self._files = files
-        self._own = self._desks[rank]
+        self._own = self._offer_tables[rank]
         self._arena = Arena(files[rank], num_bytes)
         self._lent: list[_Lent] = []
         self._num_offers = 0
@@ -158,30 +159,30 @@ class Neighbours:
 
     def take(self, rank: int, tag: int, use: Callable[[Tensor], None]) -> None:
         """Wait for what `rank` offers under `tag`, and let `use` read it where it lies (uint8, flat)."""
-        desk, me = self._desks[rank], self._places[self.rank]
-        offer = self.wait_for(rank, lambda: desk.find(tag, me))
+        offer_table, me = self._offer_tables[rank], self._places[self.rank]
+        offer = self.wait_for(rank, lambda: offer_table.find(tag, me))
         view = self._view(rank, offer.offset, offer.block_bytes)
         use(view[offer.start : offer.start + offer.num_bytes])
-        desk.mark(offer.slot, me)
-        self._own.tell()
+        offer_table.mark(offer.slot, me)
+        self._own.notify()
 
     def wait_for(self, rank: int, look: Callable[[], Found | None]) -> Found:
         """What `look` finds, once `rank` has brought it about. Raises `LinkError` if that will not happen."""
-        news = self._desks[rank].news
+        changes = self._offer_tables[rank].changes
         while True:
-            seen = news.value
+            seen = changes.value
             found = look()
             if found is not None:
                 return found
             if self._is_cut.is_set():
                 raise LinkError(rank, f"Nothing came from rank {rank}.")
-            news.wait_while(seen, _LOOK_SECONDS)
-            if news.value == seen and self._has_ended(rank) and look() is None:
+            changes.wait_while(seen, _LOOK_SECONDS)
+            if changes.value == seen and self._has_ended(rank) and look() is None:
                 raise LinkError(rank, f"The process of rank {rank} has ended.")
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake those who wait for this rank."""
-        self._own.tell()
+        self._own.notify()
 
     def cut(self) -> None:
         """End every wait, now and from now on. From any thread."""
@@ -215,11 +216,11 @@ class Neighbours:
         until = time.monotonic() + _PATIENCE_SECONDS
         for lent in [lent for lent in self._lent if lent.block is block]:
             for place in lent.places:
-                news = self._desks[self.ranks[place]].news
-                seen = news.value
+                changes = self._offer_tables[self.ranks[place]].changes
+                seen = changes.value
                 while not self._has_read(lent, place) and (left := until - time.monotonic()) > 0:
-                    news.wait_while(seen, left)
-                    seen = news.value
+                    changes.wait_while(seen, left)
+                    seen = changes.value
         self._tidy()
 
     def _has_read(self, lent: _Lent, place: int) -> bool | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwise.cli.inspected_print import print_inspection
+from shardwise.cli.print_inspection import print_inspection
 from shardwise.cli.reading import bar
 from shardwise.formats import Inspection, inspect, open_checkpoint
 

@@ -20,7 +20,7 @@ from shardwise.comm import DataGroup, World
 from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
-from shardwise.optim import AdoptedOptimizer, Company, Piece, hyper_digest
+from shardwise.optim import AdoptedOptimizer, Piece, RankPeers, hyper_digest
 from shardwise.precision import LossScaler, NoNews, Norm, Verdict, cast_floating
 from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner, Settings
 from shardwise.sharding import Sharding
@@ -45,7 +45,7 @@ def scaler_for(plan: Plan) -> LossScaler | None:
 @dataclass(frozen=True)
 class Parts:
     """Everything that holds memory of one plan. None of it holds whoever holds it, so that the memory goes as soon as
-    `Works` lets go of this, and waits for no garbage collection."""
+    `ShardedModel` lets go of this, and waits for no garbage collection."""
 
     sharding: Sharding
     flats: list[Flat]
@@ -60,7 +60,7 @@ class Parts:
     timeline: Timeline
 
 
-class Works:
+class ShardedModel:
     """Ties one sharded model to its hooks, programs and optimizer, and takes its steps.
 
     `before_change` is called before a step changes what an optimizer holds.
@@ -98,7 +98,7 @@ class Works:
         collectives = world.collectives(sharding.device)
         collectives.prepare(self.mesh)
         groups = {axis: world.group(self.mesh, axis) for axis in self.mesh.axes}
-        company = Company(flats, collectives, self.mesh, world.rank, self._during_step)
+        peers = RankPeers(flats, collectives, self.mesh, world.rank, self._during_step)
         exchange = self.data_group.exchange
         buffers = BufferSync(self.model, self.data_group, on_host)
         verdict = Verdict(
@@ -112,14 +112,14 @@ class Works:
         executor = Executor(flats, collectives, groups)
         executor.provide("verdict", lambda action: verdict.sum_over(action.over))
         executor.provide("buffers", lambda _: buffers.share())
-        executor.provide("norms", company.add_norms)
-        executor.provide("matrix", company.hand_over)
-        executor.provide("update", company.hand_over)
-        optimizer = self._adopt(optimizers, flats, company) if optimizers else None
+        executor.provide("norms", peers.add_norms)
+        executor.provide("matrix", peers.exchange_matrices)
+        executor.provide("update", peers.exchange_matrices)
+        optimizer = self._adopt(optimizers, flats, peers) if optimizers else None
         prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
         settings = Settings(prefetch_bytes, plan.compile)
         closings = partial(exchange, subject="closings")
-        runner = Runner(self.model, sharding.units, executor, closings, sharding.commons, settings)
+        runner = Runner(self.model, sharding.units, executor, closings, sharding.shared_buffers, settings)
         agreement = executor.agreement
         norms = partial(exchange, subject="norms")
         gradients = Gradients(flats, agreement, runner, verdict, norms, lambda: self.progress.scaler)
@@ -134,7 +134,7 @@ class Works:
         return Parts(sharding, flats, optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline)
 
     def _adopt(
-        self, optimizers: Sequence[torch.optim.Optimizer], flats: Sequence[Flat], company: Company
+        self, optimizers: Sequence[torch.optim.Optimizer], flats: Sequence[Flat], peers: RankPeers
     ) -> AdoptedOptimizer:
         adopted = AdoptedOptimizer(
             optimizers,
@@ -143,7 +143,7 @@ class Works:
             after=self._after_step,
             forget=self._forget,
             whole=self._whole_state,
-            company=company,
+            peers=peers,
         )
         self._hooks.callback(adopted.release)
         return adopted

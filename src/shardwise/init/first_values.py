@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.birth.check import check_model
-from shardwise.birth.deferred import Deferred, undefer
-from shardwise.birth.files import WeightFiles
-from shardwise.birth.match import Match, match
-from shardwise.birth.meta import Init, record_init
-from shardwise.birth.tape import Origin, Ref, digest_of, origin_of, replay, tensor_bytes
 from shardwise.comm import DataGroup, World
 from shardwise.errors import CheckpointError, ModelError
+from shardwise.init.check import check_model
+from shardwise.init.deferred import Deferred, undefer
+from shardwise.init.files import WeightFiles
+from shardwise.init.match import Match, match
+from shardwise.init.meta import Init, record_init
+from shardwise.init.tape import Origin, Ref, digest_of, origin_of, replay, tensor_bytes
 from shardwise.placement import Span
 from shardwise.storage import Flat, Unit, copy_into, is_dense
 
@@ -192,8 +192,8 @@ def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:
         refusal = f"{type(error).__name__}:{error}"
     refusals = [said for said in world.exchange(refusal.encode(), "birth") if said]
     if refusals or found is None:
-        kind, _, letter = refusals[0].decode().partition(":")
-        raise (CheckpointError if kind == "CheckpointError" else ModelError)(letter)
+        kind, _, text = refusals[0].decode().partition(":")
+        raise (CheckpointError if kind == "CheckpointError" else ModelError)(text)
     if found.note and world.rank == 0:
         warnings.warn(found.note, stacklevel=2)
     return found

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import nn
 
-from shardwise.birth.files import some
-from shardwise.birth.recorder import Recorder
-from shardwise.birth.tape import origin_of
 from shardwise.errors import ModelError
+from shardwise.init.files import some
+from shardwise.init.recorder import Recorder
+from shardwise.init.tape import origin_of
 
 Init = Callable[[nn.Module], object]
 

@@ -35,7 +35,7 @@ def _find_futex() -> Callable[..., int] | None:
 _FUTEX = _find_futex()
 
 
-class Word:
+class Futex:
     """32 bits that one rank writes and others wait for. It counts, and wraps."""
 
     def __init__(self, mapped: Mapping, offset: int) -> None:

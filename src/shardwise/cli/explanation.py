@@ -53,7 +53,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Explained:
+class Explanation:
     """A plan on a mesh: its table, the program of one step, and what each rank holds and sends.
 
     `replicated` is what training without sharding holds.
@@ -82,7 +82,7 @@ class Explained:
         return self.step.sent_bytes(self.plan.accumulate)
 
 
-def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject) -> Explained:
+def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject) -> Explanation:
     """Plan one step of the subject's units, and the same step with a copy on every rank.
 
     They are used in the order of the rehearsal that counted its activations, or else one after the other.
@@ -94,7 +94,7 @@ def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subj
     step, replicated = (
         _planned(plan, some, subject.num_states, subject.activations) for some in (subject.units, replicas)
     )
-    return Explained(plan, mesh, table, known_from, subject, step, replicated.footprint)
+    return Explanation(plan, mesh, table, known_from, subject, step, replicated.footprint)
 
 
 def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
@@ -106,7 +106,7 @@ def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[Un
     return tuple(UnitSpec(name, (FlatSpec(name, numel, 1, table.on(mesh), mesh, True, updates),)) for name in names)
 
 
-def as_json(explained: Explained) -> dict[str, Any]:
+def as_json(explained: Explanation) -> dict[str, Any]:
     """Everything as values that JSON has; bytes are per rank."""
     table, subject = explained.table, explained.subject
     return {

@@ -48,7 +48,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Handover:
+class MatrixExchange:
     """The matrices of one flat buffer. A *place* counts the ranges of its states: place 0 has the first."""
 
     flat: FlatSpec
@@ -122,13 +122,13 @@ def at(by_place: Counter[int], place: int | None) -> int:
     return max(by_place.values(), default=0) if place is None else by_place[place]
 
 
-def handovers(flats: Sequence[FlatSpec]) -> dict[str, Handover]:
+def matrix_exchanges(flats: Sequence[FlatSpec]) -> dict[str, MatrixExchange]:
     """For every flat buffer with matrices in it, who works them out. The same on every rank."""
-    by_shard: dict[tuple[str, ...], list[Handover]] = defaultdict(list)
+    by_shard: dict[tuple[str, ...], list[MatrixExchange]] = defaultdict(list)
     for flat in flats:
         matrices = tuple(_matrices(flat)) if flat.trainable else ()
         if matrices:
-            by_shard[flat.table.optim.shard].append(Handover(flat, matrices))
+            by_shard[flat.table.optim.shard].append(MatrixExchange(flat, matrices))
     return {one.flat.name: one for alike in by_shard.values() for one in _assigned(alike)}
 
 
@@ -138,7 +138,7 @@ def _matrices(flat: FlatSpec) -> Iterator[Matrix]:
             yield Matrix(index, placed.span, *placed.update.matrix, placed.update.dtype)
 
 
-def _assigned(alike: Sequence[Handover]) -> Iterator[Handover]:
+def _assigned(alike: Sequence[MatrixExchange]) -> Iterator[MatrixExchange]:
     """Owners for the matrices of flat buffers that are sharded alike: the costliest matrix chooses first."""
     jobs = [(one, matrix) for one in alike for matrix in one.matrices]
     num_places = alike[0].flat.numel // alike[0].range_numel
@@ -155,7 +155,7 @@ def _assigned(alike: Sequence[Handover]) -> Iterator[Handover]:
         owners[one.flat.name, matrix.index] = owner
     for one in alike:
         owned = tuple(_owned_by(matrix, owners[one.flat.name, matrix.index]) for matrix in one.matrices)
-        yield Handover(one.flat, owned)
+        yield MatrixExchange(one.flat, owned)
 
 
 def _owned_by(matrix: Matrix, owner: int) -> Matrix:

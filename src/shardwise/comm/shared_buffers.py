@@ -20,17 +20,17 @@ class Part:
     own_stop: int
 
 
-class Common(Protocol):
-    """One piece of a `Commons`."""
+class SharedBuffer(Protocol):
+    """One piece of a `SharedBuffers`."""
 
     @property
     def whole(self) -> Tensor:
-        """All ranks' bytes, as uint8. For reading, while the commons is closed."""
+        """All ranks' bytes, as uint8. For reading, while the buffers are closed."""
         ...
 
     @property
     def own(self) -> Tensor:
-        """This rank's, as uint8. For writing, while the commons is open."""
+        """This rank's, as uint8. For writing, while the buffers are open."""
         ...
 
     def renew(self) -> None:
@@ -46,11 +46,11 @@ class Common(Protocol):
         ...
 
 
-class Commons(Protocol):
+class SharedBuffers(Protocol):
     """Pieces that are opened and closed together. All ranks of the line call, in the same order. It is made open."""
 
     @property
-    def pieces(self) -> Sequence[Common]: ...
+    def pieces(self) -> Sequence[SharedBuffer]: ...
 
     def open(self) -> None:
         """Before this rank writes: blocks until no other reads what was there."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.birth.heads import Stored
 from shardwise.errors import CheckpointError
+from shardwise.init.heads import Stored
 
 Tensor = torch.Tensor
 FAILURES = (ValueError, TypeError, LookupError, RuntimeError, AttributeError, ArithmeticError)

@@ -1,4 +1,4 @@
-"""The one letter about a fault, which every rank raises."""
+"""A fault between ranks as every rank raises it: found by one of them, told to all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.errors import FaultError
 
 
 @dataclass(frozen=True)
-class Letter:
+class Fault:
     """Plain data; the fields are those of `FaultError`."""
 
     kind: str
@@ -35,6 +35,6 @@ class Letter:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Letter:
+    def from_json(cls, text: str | bytes) -> Fault:
         plain = json.loads(text)
         return cls(**{**plain, "ranks": tuple(plain["ranks"])})

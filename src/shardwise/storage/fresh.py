@@ -1,9 +1,9 @@
 """Where a backward lays the gradients of one flat buffer.
 
-[Note: an inbox is used again] To make a view of a small gradient's place takes nearly as long as to fill it: 2.2 and
-2.6 us in a step with 16 parameters a unit. So an inbox that has been summed keeps its views, its storage resized to
-nothing, until the next backward gives the storage its bytes back. Memory that ranks share cannot be resized, and is
-taken anew.
+[Note: memory for fresh gradients is used again] To make a view of a small gradient's place takes nearly as long as to
+fill it: 2.2 and 2.6 us in a step with 16 parameters a unit. So memory whose gradients have been summed keeps its views,
+its storage resized to nothing, until the next backward gives the storage its bytes back. Memory that ranks share cannot
+be resized, and is taken anew.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 to cut out a span and view it in its shape is two, and takes twice as long."""
 
 
-class Inbox:
+class FreshGradients:
     """One piece of memory, a flat buffer long, and the place of each parameter's gradient in it."""
 
     def __init__(self, memory: Tensor, places: Sequence[Place]) -> None:
@@ -30,11 +30,11 @@ class Inbox:
         self.views = [memory.as_strided(shape, strides, first + start) for shape, strides, start in places]
         self._num_bytes = memory.nbytes
 
-    def raise_bytes(self) -> None:
+    def allocate(self) -> None:
         """Give the memory its bytes back, undefined."""
         self.memory.untyped_storage().resize_(self._num_bytes)
 
-    def free_bytes(self) -> bool:
+    def free(self) -> bool:
         """Let the bytes go and keep the views. False, and nothing done, where memory is of a kind that cannot."""
         storage = self.memory.untyped_storage()
         if not storage.resizable():

@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from shardwise.cli.inspected_print import print_conversion
+from shardwise.cli.print_inspection import print_conversion
 from shardwise.cli.reading import bar
 from shardwise.formats import carry_out, plan_conversion
 from shardwise.units import format_bytes

@@ -1,8 +1,8 @@
 """Memory that the ranks of a line read as one, and in which each writes its own part.
 
-[Note: commons] What rests sharded over ranks of one host rests there exactly once; to make it whole nothing has to
-travel. Each rank maps the whole privately (what it writes there, the others do not see, and is gone with the next
-`renew`), and its own part openly. What is left of a gather is to wait until everybody has written:
+[Note: shared parameters] What rests sharded over ranks of one host rests there exactly once; to make it whole nothing
+has to travel. Each rank maps the whole privately (the others do not see what it writes there, and it is gone with the
+next `renew`), and its own part openly. What is left of a gather is to wait until everybody has written:
 
     open     every rank says that it has done with reading, and waits until all have
     (write)  each its own part
@@ -18,20 +18,20 @@ from functools import partial
 import numpy as np
 import torch
 
-from shardwise.comm.commons import Part
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
+from shardwise.comm.shared_buffers import Part
 from shardwise.comm.shm.file import PAGE, SharedFile, bytes_of, forget, has_own_pages, whole_pages
 from shardwise.comm.shm.neighbours import Neighbours
 
 Tensor = torch.Tensor
 
 
-class SharedPiece:
-    """One piece of it: a `Common`."""
+class MappedBuffer:
+    """One piece of it: a `SharedBuffer`."""
 
-    def __init__(self, commons: SharedCommons, file: SharedFile, offset: int, part: Part) -> None:
-        self._commons = commons
+    def __init__(self, shared_buffers: MappedBuffers, file: SharedFile, offset: int, part: Part) -> None:
+        self._shared_buffers = shared_buffers
         self._mapped = file.map_privately(offset, whole_pages(part.num_bytes))
         self.whole: Tensor = bytes_of(self._mapped)[: part.num_bytes]
         first = part.own_start // PAGE * PAGE
@@ -46,11 +46,11 @@ class SharedPiece:
             forget(self._mapped)
 
     def wait_closed(self) -> None:
-        self._commons.wait_closed()
+        self._shared_buffers.wait_closed()
 
 
-class SharedCommons:
-    """`Commons` of the ranks of one host."""
+class MappedBuffers:
+    """`SharedBuffers` of the ranks of one host."""
 
     def __init__(
         self, group: Group, neighbours: Neighbours, journal: Journal, file: SharedFile, parts: Sequence[Part]
@@ -66,21 +66,21 @@ class SharedCommons:
         self._num_opened = self._num_closed = 0
         self._last: Entry | None = None
         self._is_settled = True
-        self.pieces: list[SharedPiece] = []
+        self.pieces: list[MappedBuffer] = []
         offset = head
         for part in parts:
-            self.pieces.append(SharedPiece(self, file, offset, part))
+            self.pieces.append(MappedBuffer(self, file, offset, part))
             offset += whole_pages(part.num_bytes)
 
     def open(self) -> None:
         self._num_opened += 1
-        entry = self._journal.enter("open", self._group, self._num_opened, torch.uint8, "commons")
+        entry = self._journal.enter("open", self._group, self._num_opened, torch.uint8, "shared buffers")
         self._say(self._opened, self._num_opened)
         Awaited(self._journal, entry, _All(self, self._opened, self._num_opened)).wait()
 
     def close(self) -> None:
         self._num_closed += 1
-        self._last = self._journal.enter("close", self._group, self._num_closed, torch.uint8, "commons")
+        self._last = self._journal.enter("close", self._group, self._num_closed, torch.uint8, "shared buffers")
         self._is_settled = False
         self._say(self._closed, self._num_closed)
 
@@ -93,7 +93,7 @@ class SharedCommons:
 
     def _say(self, counts: np.ndarray, count: int) -> None:
         counts[self._group.index] = count
-        self._neighbours.tell()
+        self._neighbours.notify()
 
     def wait_until(self, counts: np.ndarray, count: int) -> None:
         for place, rank in enumerate(self._group.ranks):
@@ -108,10 +108,10 @@ def _has_come(counts: np.ndarray, place: int, count: int) -> bool | None:
 class _All:
     """A work: everybody's count has come so far."""
 
-    def __init__(self, commons: SharedCommons, counts: np.ndarray, count: int) -> None:
-        self._commons = commons
+    def __init__(self, shared_buffers: MappedBuffers, counts: np.ndarray, count: int) -> None:
+        self._shared_buffers = shared_buffers
         self._counts = counts
         self._count = count
 
     def wait(self) -> None:
-        self._commons.wait_until(self._counts, self._count)
+        self._shared_buffers.wait_until(self._counts, self._count)

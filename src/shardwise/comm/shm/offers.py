@@ -1,8 +1,7 @@
-"""The first pages of a rank's file: what it offers to its neighbours, who has read it, and a word of news.
+"""The first pages of a rank's file: what it offers to its neighbours, who has read it, and a counter of changes.
 
 [Note: one writer] Every cell has one rank that writes it: an offer its owner, a mark of having read its reader. A
-cell is written before the word of news is advanced, and read after the word has been; the lock in between is what
-keeps processors with weak ordering from seeing it otherwise.
+cell is written before the counter is advanced, and read after it has been; the lock in between is what keeps processors with weak ordering from seeing it otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.comm.shm.file import Mapping, whole_pages
-from shardwise.comm.shm.word import Word
+from shardwise.comm.shm.futex import Futex
 
 NUM_OFFERS = 128
 _FIELDS = 8
@@ -32,15 +31,15 @@ class Offer(NamedTuple):
     num_bytes: int
 
 
-def desk_bytes(num_ranks: int) -> int:
+def offer_table_bytes(num_ranks: int) -> int:
     return whole_pages(_WORD_BYTES + NUM_OFFERS * (_FIELDS * 8 + num_ranks))
 
 
-class Desk:
+class OfferTable:
     """One rank's, as its owner or a neighbour sees it. Readers go by their place among the neighbours."""
 
     def __init__(self, mapped: Mapping, num_ranks: int, *, is_own: bool) -> None:
-        self.news = Word(mapped, 0)
+        self.changes = Futex(mapped, 0)
         table = np.frombuffer(memoryview(mapped), np.int64, NUM_OFFERS * _FIELDS, _WORD_BYTES)
         self._offers = table.reshape(NUM_OFFERS, _FIELDS)
         marks = np.frombuffer(memoryview(mapped), np.uint8, NUM_OFFERS * num_ranks, _WORD_BYTES + table.nbytes)
@@ -64,7 +63,7 @@ class Desk:
         self._offers[slot, 1:6] = (to, offset, block_bytes, start, num_bytes)
         self._order()
         self._tags[slot] = tag
-        self.tell()
+        self.notify()
         return slot
 
     def is_read(self, slot: int, readers: list[int]) -> bool:
@@ -74,10 +73,10 @@ class Desk:
         self._tags[slot] = _FREE
         self._unused.append(slot)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Something has changed, here or in what this rank writes elsewhere."""
         self._order()
-        self.news.advance()
+        self.changes.advance()
 
     # -- what a neighbour does --------------------------------------------------------------------------
 
@@ -91,7 +90,7 @@ class Desk:
         return None
 
     def mark(self, slot: int, reader: int) -> None:
-        """`reader` will not look at it again. Its own desk has to tell."""
+        """`reader` will not look at it again. Its own table has to notify."""
         self._order()
         self._marks[slot, reader] = 1
 

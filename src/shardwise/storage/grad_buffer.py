@@ -1,6 +1,6 @@
 """Memory in which gradients wait for the step, where it stays from one step to the next.
 
-[Note: room for gradients] On a CPU fresh pages cost more than summing gradients into them does. Where parameters stay
+[Note: gradient buffers] On a CPU fresh pages cost more than summing gradients into them does. Where parameters stay
 whole, so does the memory of their gradients, and sums are made in it. Where parameters come and go it is memory that
 is short: there gradients' pages go after the step, and the next forward has them for activations.
 """
@@ -41,7 +41,7 @@ class OwnMemory:
         """Nobody else can read it."""
 
 
-class Room:
+class GradBuffer:
     """One flat buffer's. Made when it is first taken."""
 
     def __init__(self, numel: int, dtype: torch.dtype, meter: ByteMeter) -> None:

@@ -1,9 +1,9 @@
 """First values: models built without memory, models on the meta device, weights in files."""
 
-from shardwise.birth.check import check_model, check_same_everywhere, check_same_settings
-from shardwise.birth.first_values import FirstValues, Wishes
-from shardwise.birth.meta import Init
-from shardwise.birth.recorder import deferred_init
+from shardwise.init.check import check_model, check_same_everywhere, check_same_settings
+from shardwise.init.first_values import FirstValues, Wishes
+from shardwise.init.meta import Init
+from shardwise.init.recorder import deferred_init
 
 __all__ = [
     "FirstValues",

@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from shardwise.comm.board import last_words
-from shardwise.comm.judge import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
-from shardwise.comm.letter import Letter
+from shardwise.comm.diagnosis import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
+from shardwise.comm.fault import Fault
 from shardwise.comm.status import Entered, PassPath, Status, Track
 
 LINE = "dp 0-2/3"
@@ -32,7 +32,7 @@ def status(rank: int, tags: list[int], *, waits: int | None = None, line: str = 
     )
 
 
-def verdict(reports: list[Status], mine: int = 0) -> Letter | Circle | Lateness | None:
+def verdict(reports: list[Status], mine: int = 0) -> Fault | Circle | Lateness | None:
     by_rank: Reports = {report.rank: report for report in reports}
     return judge(by_rank[mine], by_rank.get)
 
@@ -61,7 +61,7 @@ def test_a_rank_never_heard_of_is_late() -> None:
 def test_other_histories_contradict_whoever_waits() -> None:
     """Rank 2 went another way at number 2, and computes on: it will never send what the others wait for."""
     finding = verdict([status(0, [1, 2, 3], waits=3), status(1, [1, 2], waits=2), status(2, [1, 7, 8, 9])])
-    assert isinstance(finding, Letter)
+    assert isinstance(finding, Fault)
     assert (finding.kind, finding.ranks, finding.unit) == ("contradiction", (2,), "h.1")
     assert "in collective 2 over dp, right after 'move 1'" in finding.text
     assert "rank 2 has 'move 7' there, and computes" in finding.text
@@ -76,37 +76,37 @@ def test_a_first_line_is_a_whole_sentence() -> None:
     clash = contradiction([status(0, [1, 2], waits=2), status(1, [1, 3], waits=2)], LINE)
     assert clash is not None
     left = departure(status(2, [1]).left("ValueError: bad"), waiting)
-    for letter in (circle.letter(), clash, left, replace(left, text=walked(["a", "b"], ["a", "c"]).text)):
-        first, *rest = letter.text.split("\n")
+    for message in (circle.failure_summary(), clash, left, replace(left, text=walked(["a", "b"], ["a", "c"]).text)):
+        first, *rest = message.text.split("\n")
         assert first.endswith(".")
         assert "begun:" not in first
         assert all(line.endswith(".") for line in rest)
 
 
-def walked(*ways: list[str]) -> Letter:
+def walked(*ways: list[str]) -> Fault:
     """Ranks in a circle that have come these ways."""
     statuses = tuple(
         replace(status(rank, [1], waits=1), path=PassPath(3, 0, tuple((moment, f"unit {moment}") for moment in way)))
         for rank, way in enumerate(ways)
     )
-    return Circle(statuses[:2]).letter(statuses)
+    return Circle(statuses[:2]).failure_summary(statuses)
 
 
 def test_a_circle_of_ranks_that_went_different_ways_is_a_contradiction() -> None:
-    letter = walked(["a", "b", "d"], ["a", "c", "d"], ["a", "b"])
-    assert (letter.kind, letter.ranks, letter.unit) == ("contradiction", (1,), "unit b")
-    assert "where ranks 0 and 2 came to 'b' and rank 1 came to 'c'." in letter.text
+    message = walked(["a", "b", "d"], ["a", "c", "d"], ["a", "b"])
+    assert (message.kind, message.ranks, message.unit) == ("contradiction", (1,), "unit b")
+    assert "where ranks 0 and 2 came to 'b' and rank 1 came to 'c'." in message.text
     assert walked(["a", "b"], ["a"]).kind == "deadlock"
-    assert Circle((status(0, [1], waits=1), status(1, [1], waits=1))).letter().kind == "deadlock"
+    assert Circle((status(0, [1], waits=1), status(1, [1], waits=1))).failure_summary().kind == "deadlock"
 
 
 def test_ways_are_compared_within_one_pass_and_as_far_as_they_are_remembered() -> None:
     one = replace(status(0, [1], waits=1), path=PassPath(3, 0, (("a", ""), ("b", ""))))
     another = replace(status(1, [1], waits=1), path=PassPath(4, 0, (("x", ""),)))
-    assert Circle((one, another)).letter().kind == "deadlock"
+    assert Circle((one, another)).failure_summary().kind == "deadlock"
     later = replace(another, path=PassPath(3, 1, (("b", ""), ("c", ""))))
-    assert Circle((one, later)).letter().kind == "deadlock"
-    assert Circle((one, replace(later, path=PassPath(3, 1, (("c", ""),))))).letter().kind == "contradiction"
+    assert Circle((one, later)).failure_summary().kind == "deadlock"
+    assert Circle((one, replace(later, path=PassPath(3, 1, (("c", ""),))))).failure_summary().kind == "contradiction"
 
 
 @pytest.mark.parametrize("entered", [[1], [1, 2]], ids=["late", "begun"])
@@ -168,9 +168,9 @@ def test_a_circle() -> None:
     other = "world 0-2/3"
     finding = verdict([status(0, [1], waits=1), status(1, [5], waits=1, line=other), status(2, [1], waits=1)])
     assert isinstance(finding, Circle)
-    letter = finding.letter()
-    assert letter.kind == "deadlock"
-    assert set(letter.ranks) == {0, 1}
+    message = finding.failure_summary()
+    assert message.kind == "deadlock"
+    assert set(message.ranks) == {0, 1}
 
 
 def test_a_rank_that_has_left_is_named_with_its_words() -> None:
@@ -179,7 +179,7 @@ def test_a_rank_that_has_left_is_named_with_its_words() -> None:
         ("", "ended", "has ended"),
     ):
         finding = verdict([status(0, [1, 2], waits=2), status(1, [1, 2], waits=2), status(2, [1]).left(error)])
-        assert isinstance(finding, Letter)
+        assert isinstance(finding, Fault)
         assert (finding.kind, finding.ranks) == (kind, (2,))
         assert words in finding.text
 
@@ -192,8 +192,8 @@ def test_a_rank_that_left_in_good_order_is_no_fault() -> None:
 def test_reports_and_letters_survive_the_trip() -> None:
     report = status(1, [1, 2], waits=2)
     assert Status.from_json(report.to_json()) == report
-    letter = disappearance(2, report, "Connection reset by peer.", report)
-    assert Letter.from_json(letter.to_json()) == letter
+    message = disappearance(2, report, "Connection reset by peer.", report)
+    assert Fault.from_json(message.to_json()) == message
     late = Lateness(2, None, (report,))
     error = overdue(late, report, 0, 600).error()
     assert (error.kind, error.ranks) == ("timeout", (2,))

@@ -17,19 +17,19 @@ SMALL = "small"
 
 
 @dataclass(frozen=True)
-class Row:
+class LabelledTable:
     """A table, and the label of the flat buffers under it; none for the plan's own."""
 
     label: str
     table: Table
 
 
-def rows_for(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, Row]:
+def tables_for(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
     """The row of every parameter. Raises `ConfigError` for a rule that fits none."""
     owners = _owners(model)
-    common = Row("", table_for(plan, mesh))
-    small = Row(SMALL, resident_table(plan, mesh)) if plan.resident_below else common
-    ruled = {name: Row(name, table) for name, table in ruled_tables(plan, mesh).items()}
+    common = LabelledTable("", table_for(plan, mesh))
+    small = LabelledTable(SMALL, resident_table(plan, mesh)) if plan.resident_below else common
+    ruled = {name: LabelledTable(name, table) for name, table in ruled_tables(plan, mesh).items()}
     rows, used = {}, set()
     for name, param in model.named_parameters():
         fitting = next((rule for rule in plan.rules if _fits(plan.rules[rule], name, owners[param], param)), None)

@@ -14,7 +14,7 @@ from shardwise.errors import ModelError
 NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parent.parent)
 
 
-def letter(error: Exception, model: nn.Module) -> ModelError:
+def refusal(error: Exception, model: nn.Module) -> ModelError:
     """The error to raise for what `model` raised on tensors without values."""
     name, place = type(model).__name__, _place(error)
     if isinstance(error, DataDependentOutputException):

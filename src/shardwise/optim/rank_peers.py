@@ -11,17 +11,16 @@ from torch import nn
 
 from shardwise.comm import Collectives, Group, Work, sum_small
 from shardwise.mesh import Mesh
-from shardwise.optim.cooperative import Apply, Make
-from shardwise.optim.cooperative import Work as WorkOut
+from shardwise.optim.cooperative import Apply, Compute, Make
 from shardwise.optim.piece import Piece
 from shardwise.placement import Axes
-from shardwise.program import Action, Handover, Matrix, handovers, norms_axes
+from shardwise.program import Action, Matrix, MatrixExchange, matrix_exchanges, norms_axes
 from shardwise.storage import Flat, torch_dtype
 
 Tensor = torch.Tensor
 
 
-class Company:
+class RankPeers:
     """`Peers` over the ranks of a mesh. `during` runs what the program has for the middle of a step."""
 
     def __init__(
@@ -37,7 +36,7 @@ class Company:
         self._rank = rank
         self._during = during
         self._flats = {flat.name: flat for flat in flats}
-        self._handovers = handovers([flat.spec for flat in flats])
+        self._matrix_exchanges = matrix_exchanges([flat.spec for flat in flats])
         self._norms_axes = norms_axes([flat.spec for flat in flats])
         self._by_param: dict[nn.Parameter, Piece] = {}
         self._by_place: dict[tuple[str, int], Piece] = {}
@@ -45,7 +44,7 @@ class Company:
         self._rows: tuple[Tensor, Tensor] | None = None
         """Of the optimizer's parameters, see `_rows_of`."""
         self._groups: dict[str, Group] = {}
-        self._calls: tuple[Make, WorkOut, Apply] | None = None
+        self._calls: tuple[Make, Compute, Apply] | None = None
         self._on_the_way: dict[str, _Passage] = {}
 
     def meet(self, pieces: Sequence[Piece]) -> None:
@@ -80,7 +79,7 @@ class Company:
         copies = [self._copies(self._by_param[params[row]].flat) for row in trained]
         return torch.tensor(trained, dtype=torch.long, device=squares.device), squares.new_tensor(copies)[:, None]
 
-    def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: WorkOut, apply: Apply) -> None:  # noqa: ARG002
+    def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: Compute, apply: Apply) -> None:  # noqa: ARG002
         """The program knows which parameters these are."""
         self._calls = (make, work, apply)
         self._during()
@@ -97,7 +96,7 @@ class Company:
             group = self._groups[action.over] = Group(action.over, ranks, self._place_on(action.over))
         self._norms = sum_small(self._norms, self._collectives, group, "norms")
 
-    def hand_over(self, action: Action) -> None:
+    def exchange_matrices(self, action: Action) -> None:
         """`collect`, `orthogonalize`, `hand_back` and the waits between, of one flat buffer."""
         passage = self._on_the_way.get(action.flat)
         if passage is None:
@@ -116,12 +115,12 @@ class Company:
 
     def _passage(self, flat: Flat) -> _Passage:
         assert self._calls is not None
-        over = self._handovers[flat.name]
+        over = self._matrix_exchanges[flat.name]
         pieces = {matrix.index: self._by_place[flat.name, matrix.index] for matrix in over.matrices}
         group = self._line(over, flat.spec.table.optim.shard)
         return _Passage(over, flat, pieces, group, self._collectives, self._calls)
 
-    def _line(self, over: Handover, axes: Axes) -> Group:
+    def _line(self, over: MatrixExchange, axes: Axes) -> Group:
         """The ranks that share this rank's states, by place."""
         here = self._mesh.coordinate(self._rank)
         every = itertools.product(*(range(self._mesh.size(axis)) for axis in axes))
@@ -151,12 +150,12 @@ class _Passage:
 
     def __init__(
         self,
-        over: Handover,
+        over: MatrixExchange,
         flat: Flat,
         pieces: Mapping[int, Piece],
         group: Group,
         collectives: Collectives,
-        calls: tuple[Make, WorkOut, Apply],
+        calls: tuple[Make, Compute, Apply],
     ) -> None:
         self._over = over
         self._flat = flat

@@ -1,4 +1,4 @@
-"""Which tensor of a file is which of the model: by name, and every difference in one letter."""
+"""Which tensor of a file is which of the model: by name, and every difference in one text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.birth.converted import Conversions, Recipe, conversions_of
-from shardwise.birth.files import WeightFiles, some
 from shardwise.errors import ModelError
+from shardwise.init.converted import Conversions, Recipe, conversions_of
+from shardwise.init.files import WeightFiles, some
 from shardwise.placement import Span
 
 Tensor = torch.Tensor
@@ -81,7 +81,7 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool) -> Match:
     ]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     wrong = [_odd(name, tensors[name], *found.homes[name]) for name in found.homes]
-    _refuse(files, [letter for letter in wrong if letter], missing if strict else (), unexpected if strict else ())
+    _refuse(files, [text for text in wrong if text], missing if strict else (), unexpected if strict else ())
     return Match(
         model,
         files,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from shardwise.birth.heads import Stored, read_head
 from shardwise.errors import CheckpointError
+from shardwise.init.heads import Stored, read_head
 from shardwise.placement import Span
 from shardwise.safe_files import inside, read_json
 

@@ -1,8 +1,8 @@
 """The watch: one thread per rank that tells the others how this rank fares, and ends waits that would never end.
 
 It wakes a few times a second, reads the journal, and reports to the board. While its rank waits it reads the reports
-of those it waits for (`judge.py` says what they come to). Whoever finds a fault first posts the letter; every watch
-finds it there, cuts its rank's links, so that the blocked thread wakes, and that thread raises the letter.
+of those it waits for (`diagnosis.py` says what they come to). Whoever finds a fault first posts it on the board;
+every watchdog finds it there, cuts its rank's links, so that the blocked thread wakes, and that thread raises the fault.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from shardwise.comm.board import Board, BoardError
+from shardwise.comm.diagnosis import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
+from shardwise.comm.fault import Fault
 from shardwise.comm.journal import Journal, in_words
-from shardwise.comm.judge import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
-from shardwise.comm.letter import Letter
 from shardwise.comm.status import Status
 from shardwise.comm.work import LinkError
 from shardwise.errors import CommError
@@ -32,7 +32,7 @@ _EXPLAINED_AFTER_SECONDS = 4 * LONGEST_PERIOD_SECONDS
 _log = logging.getLogger("shardwise")
 
 
-class Watch:
+class Watchdog:
     """Watches over the rank whose thread makes it. `close()` it."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Watch:
         said = in_words(error) if error is not None else ""
         status = self._journal.status(self._beat + 1, self._seconds()).left(said)
         self._board.publish(status)
-        if error is not None and self._journal.letter is None:
+        if error is not None and self._journal.fault is None:
             self._claim(departure(status, ()))
 
     def _at_exit(self) -> None:
@@ -112,7 +112,7 @@ class Watch:
     # -- the watch's own thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._journal.letter is None:
+        while self._journal.fault is None:
             self._wake.wait(self._period_seconds if self._lost is None else _HURRIED_PERIOD_SECONDS)
             self._wake.clear()
             if self._closing:
@@ -126,9 +126,9 @@ class Watch:
                 self._give_up(error)
 
     def _look(self) -> None:
-        letter = self._board.letter()
-        if letter is not None:
-            self._deliver(letter)
+        fault = self._board.fault()
+        if fault is not None:
+            self._deliver(fault)
             return
         if not self._owner.is_alive():
             is_script = self._owner is threading.main_thread()
@@ -142,27 +142,27 @@ class Watch:
             self._warn_after_seconds, self._circle = self.patience_seconds, None
         mine = self._publish()
         if self._lost is not None:
-            letter = self._trace(mine, self._lost)
+            fault = self._trace(mine, self._lost)
         elif mine.awaited is not None and is_still:
-            letter = self._inquire(mine)
+            fault = self._inquire(mine)
         elif self._journal.device_wait is not None:
-            letter = self._compare(mine)
-        if letter is not None:
-            self._deliver(self._claim(letter))
+            fault = self._compare(mine)
+        if fault is not None:
+            self._deliver(self._claim(fault))
 
-    def _claim(self, letter: Letter) -> Letter:
-        return self._board.claim(replace(letter, origin=self._journal.rank))
+    def _claim(self, fault: Fault) -> Fault:
+        return self._board.claim(replace(fault, origin=self._journal.rank))
 
     def _give_up(self, error: Exception) -> None:
         """The watch itself failed: tell the others, and this rank."""
         rank = self._journal.rank
         text = f"The watch over rank {rank} broke down, which is a defect of shardwise: {in_words(error)}."
-        letter = Letter("raised", (rank,), text, origin=rank)
+        fault = Fault("raised", (rank,), text, origin=rank)
         try:
-            letter = self._board.claim(letter)
+            fault = self._board.claim(fault)
         except BoardError:
             pass  # then it is for this rank alone
-        self._deliver(letter)
+        self._deliver(fault)
 
     def _publish(self) -> Status:
         self._beat += 1
@@ -170,10 +170,10 @@ class Watch:
         self._board.publish(status)
         return status
 
-    def _inquire(self, mine: Status) -> Letter | None:
+    def _inquire(self, mine: Status) -> Fault | None:
         """This rank waits: for whom, and is that a fault?"""
         finding = judge(mine, self._read, self._silent_seconds)
-        if isinstance(finding, Letter):
+        if isinstance(finding, Fault):
             # two that differ do not say which of them is odd; the others' reports may
             is_settled = len(finding.ranks) == 1 or self._size == 2 or finding.kind != "contradiction"
             return finding if is_settled or mine.seconds > 4 * self._period_seconds else None
@@ -198,7 +198,7 @@ class Watch:
         """
         return self._silent_seconds(rank) > 2 * _LOST_AFTER_SECONDS and rank in self._lost_ranks()
 
-    def _confirmed(self, circle: Circle) -> Letter | None:
+    def _confirmed(self, circle: Circle) -> Fault | None:
         """Reports are not all of one time. A circle found twice, whose ranks have all reported in between, is one."""
         before, self._circle = self._circle, circle
         if before is None or before.places != circle.places:
@@ -206,7 +206,7 @@ class Watch:
         if any(circle.beats[rank] == beat for rank, beat in before.beats.items()):
             self._circle = before
             return None
-        return circle.letter([status for rank in circle.concerned if (status := self._read(rank)) is not None])
+        return circle.fault([status for rank in circle.concerned if (status := self._read(rank)) is not None])
 
     def _warn(self, late: Lateness) -> None:
         """One line, from the lowest of the ranks that wait, and more seldom the longer it lasts."""
@@ -214,18 +214,18 @@ class Watch:
         if self._journal.rank == min(status.rank for status in late.waiting):
             _log.warning("%s", late.text(self._silent_seconds(late.rank)))
 
-    def _compare(self, mine: Status) -> Letter | None:
+    def _compare(self, mine: Status) -> Fault | None:
         """Where messages bear no tag, two that differ may meet unnoticed: compare histories with a neighbour."""
         for line, track in mine.tracks.items():
             ranks = self._journal.ranks_of(line)
             neighbour = ranks[(ranks.index(mine.rank) + 1) % len(ranks)]
             status = self._read(neighbour) if track.count and neighbour != mine.rank else None
-            letter = contradiction([mine, status], line) if status is not None else None
-            if letter is not None:
-                return letter
+            fault = contradiction([mine, status], line) if status is not None else None
+            if fault is not None:
+                return fault
         return None
 
-    def _trace(self, mine: Status, lost: LinkError) -> Letter | None:
+    def _trace(self, mine: Status, lost: LinkError) -> Fault | None:
         """The link to a rank broke. It may have said why; if it says nothing more, it is gone."""
         last = self._read(lost.rank)
         if last is not None and last.has_left:
@@ -238,15 +238,15 @@ class Watch:
         """The board is gone. What can be known without it is that a link broke, or that time is up."""
         mine = self._journal.status(self._beat, self._seconds())
         if self._lost is not None:
-            letter = disappearance(self._lost.rank, None, f"{self._lost} The store is gone too: {why}", mine)
+            fault = disappearance(self._lost.rank, None, f"{self._lost} The store is gone too: {why}", mine)
         elif mine.awaited is not None and mine.seconds > self._timeout_seconds:
-            letter = overdue(None, mine, 0.0, self._timeout_seconds, why=f"the store is gone ({why})")
+            fault = overdue(None, mine, 0.0, self._timeout_seconds, why=f"the store is gone ({why})")
         else:
             return
-        self._deliver(replace(letter, origin=mine.rank))
+        self._deliver(replace(fault, origin=mine.rank))
 
-    def _deliver(self, letter: Letter) -> None:
-        self._journal.letter = letter
+    def _deliver(self, fault: Fault) -> None:
+        self._journal.fault = fault
         self._cut()
         self._told.set()
 
@@ -269,5 +269,5 @@ class Watch:
         self._lost, self._lost_since = error, time.monotonic()
         self._wake.set()
         self._told.wait(_EXPLAINED_AFTER_SECONDS)
-        letter = self._journal.letter
-        return letter.error() if letter is not None else CommError(str(error))
+        fault = self._journal.fault
+        return fault.error() if fault is not None else CommError(str(error))

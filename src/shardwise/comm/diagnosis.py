@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardwise.comm.letter import Letter
+from shardwise.comm.fault import Fault
 from shardwise.comm.status import Entered, Status
 
 Read = Callable[[int], Status | None]
@@ -75,12 +75,12 @@ class Circle:
         ranks = {rank for status in self.statuses if status.awaited is not None for rank in status.awaited[2]}
         return tuple(sorted(ranks.union(status.rank for status in self.statuses)))
 
-    def letter(self, reports: Sequence[Status] = ()) -> Letter:
+    def fault(self, reports: Sequence[Status] = ()) -> Fault:
         """`reports` are those of the ranks concerned, as far as there are any."""
         parting = _parting([*self.statuses, *reports])
         if parting is not None:
-            return parting.letter()
-        return _letter(
+            return parting.fault()
+        return _fault(
             "deadlock",
             tuple(status.rank for status in self.statuses),
             f"{_capital(_ranks(tuple(status.rank for status in self.statuses)))} wait for each other, each for what "
@@ -105,20 +105,20 @@ class _Parting:
         ways = [f"{_ranks(tuple(of_them))} came to '{moment}'" for moment, of_them in ranks.items()]
         return f"Their ways through the model part where {', '.join(ways[:-1])} and {ways[-1]}."
 
-    def letter(self) -> Letter:
+    def fault(self) -> Fault:
         moments = {rank: moment for rank, (moment, _) in self.there.items()}
         blamed = _minority(moments)
         first = next(status for status in self.statuses if status.rank in blamed)
         right = next((unit for rank, (_, unit) in sorted(self.there.items()) if rank not in blamed), "")
         doing = next((status.doing for status in self.statuses if status.rank not in blamed and status.doing), "")
-        letter = _letter(
+        fault = _fault(
             "contradiction",
             blamed,
             f"{_who_contradicts(blamed, len(moments))}. {self.text()}{_told(self.statuses)}\n"
             f"{_SAME} Look for what is different on {_ranks(blamed)}.",
             first,
         )
-        return replace(letter, unit=right or self.there[first.rank][1] or letter.unit, action=doing or letter.action)
+        return replace(fault, unit=right or self.there[first.rank][1] or fault.unit, action=doing or fault.action)
 
 
 @dataclass
@@ -132,7 +132,7 @@ class _Peers:
 
 def judge(
     mine: Status, read: Read, silence: Callable[[int], float] = lambda _: 0.0
-) -> Letter | Circle | Lateness | None:
+) -> Fault | Circle | Lateness | None:
     """Follow who waits for whom, beginning with `mine`; `None` if all is on its way.
 
     `silence` says for how many seconds nothing new was read of a rank.
@@ -184,8 +184,8 @@ def _ask(waiting: Status, line: str, number: int, ranks: Sequence[int], read: Re
     return peers
 
 
-def contradiction(statuses: Sequence[Status], line: str) -> Letter | None:
-    """A letter if two of the ranks have entered different collectives under one number of `line`."""
+def contradiction(statuses: Sequence[Status], line: str) -> Fault | None:
+    """A fault if two of the ranks have entered different collectives under one number of `line`."""
     tags: dict[int, dict[int, int]] = {}
     for status in statuses:
         for entered in status.tracks[line].recent if line in status.tracks else ():
@@ -199,7 +199,7 @@ def contradiction(statuses: Sequence[Status], line: str) -> Letter | None:
     first = next(status for status in statuses if status.rank in blamed)
     before = f", right after {first.tracks[line].find(number - 1).text}" if number > 1 else ""
     parting = _parting(statuses)
-    return _letter(
+    return _fault(
         "contradiction",
         blamed,
         f"{_who_contradicts(blamed, len(there))} in collective {number} over {line.partition(' ')[0]}{before}."
@@ -267,16 +267,16 @@ def _minority(tags: Mapping[int, object]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, tag in tags.items() if tag != common or not has_majority))
 
 
-def departure(gone: Status, others: Sequence[Status]) -> Letter:
+def departure(gone: Status, others: Sequence[Status]) -> Fault:
     """A rank has raised or ended, and others cannot go on without it."""
     rest = sorted((status for status in others if status.rank != gone.rank), key=lambda status: status.rank)
-    return _letter(gone.state, (gone.rank,), f"{_capital(str(gone))}.{_told(rest)}", gone)
+    return _fault(gone.state, (gone.rank,), f"{_capital(str(gone))}.{_told(rest)}", gone)
 
 
-def disappearance(rank: int, last: Status | None, why: str, mine: Status) -> Letter:
+def disappearance(rank: int, last: Status | None, why: str, mine: Status) -> Fault:
     """A rank's connection broke, and it has said nothing since."""
     seen = f" Last it said: {last}." if last is not None else " It never said anything."
-    return _letter(
+    return _fault(
         "lost",
         (rank,),
         f"Rank {rank} is gone without a word (killed, or its machine is cut off).{seen} Found when {mine}: {why}",
@@ -286,7 +286,7 @@ def disappearance(rank: int, last: Status | None, why: str, mine: Status) -> Let
 
 def overdue(
     late: Lateness | None, mine: Status, silent_seconds: float, timeout_seconds: float, *, why: str = ""
-) -> Letter:
+) -> Fault:
     """The world's timeout has passed while this rank waited; `why` nobody can be asked any more."""
     if late is not None:
         told = late.text(silent_seconds)
@@ -296,11 +296,11 @@ def overdue(
         told = f"{mine}, and all ranks have begun it: the network is stuck"
     ranks = (late.rank,) if late is not None else ()
     blamed = late.status if late is not None and late.status is not None else mine
-    return _letter("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {told}.", blamed)
+    return _fault("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {told}.", blamed)
 
 
-def _letter(kind: str, ranks: tuple[int, ...], text: str, blamed: Status) -> Letter:
-    return Letter(kind, ranks, text, unit=blamed.unit, action=blamed.doing)
+def _fault(kind: str, ranks: tuple[int, ...], text: str, blamed: Status) -> Fault:
+    return Fault(kind, ranks, text, unit=blamed.unit, action=blamed.doing)
 
 
 def _told(statuses: Sequence[Status], also: dict[int, str] | None = None) -> str:

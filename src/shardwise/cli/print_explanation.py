@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from shardwise.cli.explained import NUM_STAND_INS, STAND_IN_NUMEL, Explained, UnitSize, by_kind
+from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind
 from shardwise.config import Plan, plan_table
 from shardwise.placement import KINDS, PRESETS, Place, Table
 from shardwise.program import OPTIMIZERS, shortened
@@ -31,7 +31,7 @@ AT_THE_PEAK = {"grad": "gradients that wait for the step by then", "working": "g
 """What a kind means where all are taken at one moment."""
 
 
-def print_explained(explained: Explained, console: Console, *, full: bool) -> None:
+def print_explained(explained: Explanation, console: Console, *, full: bool) -> None:
     plan, mesh = explained.plan, explained.mesh
     ranks = "1 rank" if mesh.world_size == 1 else f"{mesh.world_size} ranks"
     console.print(Text.assemble((plan.preset, "bold cyan"), f" on {mesh}, {ranks}"), soft_wrap=True)
@@ -82,7 +82,7 @@ def _grid(*columns: str, right: Sequence[str] = ()) -> Grid:
     return grid
 
 
-def _plan_grid(explained: Explained) -> Grid:
+def _plan_grid(explained: Explanation) -> Grid:
     """Every value that says something, and where it came from; rows and wires that were left alone do not."""
     grid = _grid("", "", "")
     for path, value, origin in plan_table(explained.plan):
@@ -114,7 +114,7 @@ def _place(place: Place) -> Text:
     return Text(words, "" if words == "copy" else "green")
 
 
-def _below_rows(explained: Explained) -> Text:
+def _below_rows(explained: Explanation) -> Text:
     """What the rows do not say."""
     table, mesh = explained.table, explained.mesh
     text = f"computes in {table.compute}; gradients travel in {table.wire}"
@@ -124,7 +124,7 @@ def _below_rows(explained: Explained) -> Text:
     return Text(text)
 
 
-def _units_lines(explained: Explained) -> Iterator[Grid | Text]:
+def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
     if not explained.subject.sizes:
         count = format_count(STAND_IN_NUMEL)
         yield Text(f"No model was given: {NUM_STAND_INS} units of {count} parameters stand in. See --model.", "yellow")
@@ -153,7 +153,7 @@ def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
         yield name, format_count(numel), ", ".join(notes)
 
 
-def _bytes_grid(explained: Explained) -> Grid:
+def _bytes_grid(explained: Explanation) -> Grid:
     grid = _grid("", "promised", "replicated", "", right=["promised", "replicated"])
     promised, replicated = by_kind(explained.step.footprint), by_kind(explained.replicated)
     meanings = MEANINGS | (AT_THE_PEAK if explained.subject.batch else {})
@@ -165,7 +165,7 @@ def _bytes_grid(explained: Explained) -> Grid:
     return grid
 
 
-def _bytes_note(explained: Explained) -> Text:
+def _bytes_note(explained: Explanation) -> Text:
     num, peak_at = explained.subject.num_states, explained.step.footprint.peak_at
     if peak_at is None:
         lines = ["Activations are the model's own and not in these figures; --batch counts them."]
@@ -179,7 +179,7 @@ def _bytes_note(explained: Explained) -> Text:
     return Text("\n".join(lines), "dim")
 
 
-def _sent(explained: Explained) -> str:
+def _sent(explained: Explanation) -> str:
     num = explained.plan.accumulate
     text = format_bytes(explained.sent_bytes)
     return text if num == 1 else f"{text} in {num} micro-batches"

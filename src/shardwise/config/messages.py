@@ -1,4 +1,4 @@
-"""What pydantic found, as short letters: where it stands, what stands there, what was expected."""
+"""What pydantic found, as short messages: where it stands, what stands there, what was expected."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shardwise.errors import ConfigError, nearest
 
 def as_config_error(error: ValidationError, values: Mapping[str, Any], origins: Mapping[KeyPath, str]) -> ConfigError:
     """One error for everything that is wrong with `values`, a line each, in the order of writing."""
-    letters: dict[KeyPath, str] = {}
+    messages: dict[KeyPath, str] = {}
     for problem in error.errors():
         path = _path(problem["loc"], values)
         if problem["type"] == "extra_forbidden":
-            letters[path] = _unknown_key(path)
+            messages[path] = _unknown_key(path)
         else:
-            letters[path] = _wrong_value(path, _at(values, path), problem["msg"])
+            messages[path] = _wrong_value(path, _at(values, path), problem["msg"])
     written = list(flatten(values))
-    in_order = sorted(letters, key=lambda path: written.index(path) if path in written else -1)
-    return ConfigError("\n".join(f"{origins.get(path, 'argument')}: {letters[path]}" for path in in_order))
+    in_order = sorted(messages, key=lambda path: written.index(path) if path in written else -1)
+    return ConfigError("\n".join(f"{origins.get(path, 'argument')}: {messages[path]}" for path in in_order))
 
 
 def _path(location: tuple[int | str, ...], values: Mapping[str, Any]) -> KeyPath:

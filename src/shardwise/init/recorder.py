@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from shardwise.birth.deferred import defer
-from shardwise.birth.tape import (
+from shardwise.errors import ModelError
+from shardwise.init.deferred import defer
+from shardwise.init.tape import (
     Function,
     Operation,
     Origin,
@@ -35,7 +36,6 @@ from shardwise.birth.tape import (
     set_origin,
     values_of,
 )
-from shardwise.errors import ModelError
 
 Tensor = torch.Tensor
 META = torch.device("meta")
