@@ -2,7 +2,8 @@
 
 It wakes a few times a second, reads the journal, and reports to the board. While its rank waits it reads the reports
 of those it waits for (`diagnosis.py` says what they come to). Whoever finds a fault first posts it on the board;
-every watchdog finds it there, cuts its rank's links, so that the blocked thread wakes, and that thread raises the fault.
+every watchdog finds it there, cuts its rank's links, so that the blocked thread wakes, and that thread raises the
+fault.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The first pages of a rank's file: what it offers to its neighbours, who has read it, and a counter of changes.
 
 [Note: one writer] Every cell has one rank that writes it: an offer its owner, a mark of having read its reader. A
-cell is written before the counter is advanced, and read after it has been; the lock in between is what keeps processors with weak ordering from seeing it otherwise.
+cell is written before the counter is advanced, and read after it has been; the lock in between is what keeps
+processors with weak ordering from seeing it otherwise.
 """
 
 from __future__ import annotations
