@@ -328,9 +328,9 @@ def test_a_silent_rank_is_told_of_by_one_that_is_not(caplog: pytest.LogCaptureFi
             awaited = ("world 0-2/3", entered.count("world 0-2/3"), (0, 1, 2))
             watch._board.publish(replace(report, tracks=entered.tracks, awaited=awaited, state="waiting"))
             watch._publish = lambda: world.journal.status(0, 0)  # type: ignore[method-assign]
-            while world.journal.message is None:
+            while world.journal.fault is None:
                 time.sleep(0.05)
-            raise world.journal.message.error()
+            raise world.journal.fault.error()
         world._host.all_gather(torch.zeros(64 * 3, dtype=torch.uint8), world.everybody, "full").wait()
         raise AssertionError
 
@@ -360,15 +360,15 @@ def test_a_rank_that_is_gone_is_found_though_nobody_waits_at_a_socket() -> None:
         if world.rank == 1:  # its reports end
             watch._publish = lambda: world.journal.status(0, 0)  # type: ignore[method-assign]
             lost.append(1)
-            while world.journal.message is None:
+            while world.journal.fault is None:
                 time.sleep(0.05)
             return None
         watch._lost_ranks = lambda: lost
         entry = world.journal.enter("gather", world.everybody, 64, torch.uint8, "full")
         world.journal.device_wait = lambda: entry
-        while world.journal.message is None:
+        while world.journal.fault is None:
             time.sleep(0.05)
-        return world.journal.message.error()
+        return world.journal.fault.error()
 
     started = time.monotonic()
     error, _ = run_ranks(2, rank, patience_seconds=0.5, timeout_seconds=60, shares_memory=False)
@@ -426,6 +426,6 @@ def test_a_rank_that_failed_stays_only_where_it_may_keep_the_board(
     (end,) = scripts_end
     end()
     assert stayed == ([] if outlives_ranks else [0.5])
-    message = office.failure_summary()
+    message = office.fault()
     assert message is not None
     assert message.ranks == (0,)

@@ -76,7 +76,7 @@ def test_a_first_line_is_a_whole_sentence() -> None:
     clash = contradiction([status(0, [1, 2], waits=2), status(1, [1, 3], waits=2)], LINE)
     assert clash is not None
     left = departure(status(2, [1]).left("ValueError: bad"), waiting)
-    for message in (circle.failure_summary(), clash, left, replace(left, text=walked(["a", "b"], ["a", "c"]).text)):
+    for message in (circle.fault(), clash, left, replace(left, text=walked(["a", "b"], ["a", "c"]).text)):
         first, *rest = message.text.split("\n")
         assert first.endswith(".")
         assert "begun:" not in first
@@ -89,7 +89,7 @@ def walked(*ways: list[str]) -> Fault:
         replace(status(rank, [1], waits=1), path=PassPath(3, 0, tuple((moment, f"unit {moment}") for moment in way)))
         for rank, way in enumerate(ways)
     )
-    return Circle(statuses[:2]).failure_summary(statuses)
+    return Circle(statuses[:2]).fault(statuses)
 
 
 def test_a_circle_of_ranks_that_went_different_ways_is_a_contradiction() -> None:
@@ -97,16 +97,16 @@ def test_a_circle_of_ranks_that_went_different_ways_is_a_contradiction() -> None
     assert (message.kind, message.ranks, message.unit) == ("contradiction", (1,), "unit b")
     assert "where ranks 0 and 2 came to 'b' and rank 1 came to 'c'." in message.text
     assert walked(["a", "b"], ["a"]).kind == "deadlock"
-    assert Circle((status(0, [1], waits=1), status(1, [1], waits=1))).failure_summary().kind == "deadlock"
+    assert Circle((status(0, [1], waits=1), status(1, [1], waits=1))).fault().kind == "deadlock"
 
 
 def test_ways_are_compared_within_one_pass_and_as_far_as_they_are_remembered() -> None:
     one = replace(status(0, [1], waits=1), path=PassPath(3, 0, (("a", ""), ("b", ""))))
     another = replace(status(1, [1], waits=1), path=PassPath(4, 0, (("x", ""),)))
-    assert Circle((one, another)).failure_summary().kind == "deadlock"
+    assert Circle((one, another)).fault().kind == "deadlock"
     later = replace(another, path=PassPath(3, 1, (("b", ""), ("c", ""))))
-    assert Circle((one, later)).failure_summary().kind == "deadlock"
-    assert Circle((one, replace(later, path=PassPath(3, 1, (("c", ""),))))).failure_summary().kind == "contradiction"
+    assert Circle((one, later)).fault().kind == "deadlock"
+    assert Circle((one, replace(later, path=PassPath(3, 1, (("c", ""),))))).fault().kind == "contradiction"
 
 
 @pytest.mark.parametrize("entered", [[1], [1, 2]], ids=["late", "begun"])
@@ -168,7 +168,7 @@ def test_a_circle() -> None:
     other = "world 0-2/3"
     finding = verdict([status(0, [1], waits=1), status(1, [5], waits=1, line=other), status(2, [1], waits=1)])
     assert isinstance(finding, Circle)
-    message = finding.failure_summary()
+    message = finding.fault()
     assert message.kind == "deadlock"
     assert set(message.ranks) == {0, 1}
 

@@ -52,7 +52,7 @@ def whole(engine: sw.Engine) -> Tensors:
     params = dict(engine.module.named_parameters())
     values = engine.state_dict()
     moments = engine.optimizer_state_dict()["state"]
-    groups = engine._works.require_optimizer().groups
+    groups = engine._sharded.require_optimizer().groups
     names = {param: name for name, param in params.items()}
     numbered = enumerate(names[param] for group in groups for param in group["params"])
     found: Tensors = {(name, "param"): values[name] for name in params}
@@ -85,7 +85,7 @@ def assert_same(one: Tensors, other: Tensors, *, rounded: bool) -> None:
 
 def steps_of(engine: sw.Engine) -> set[float]:
     """The optimizer's own step counters on this rank."""
-    optimizer = engine._works.require_optimizer()
+    optimizer = engine._sharded.require_optimizer()
     states = [optimizer.state_of(piece) for piece in optimizer.pieces]
     return {float(state["step"]) for state in states if state}
 

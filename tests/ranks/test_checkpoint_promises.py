@@ -40,7 +40,7 @@ def step(engine: sw.Engine, num_steps: int = 1) -> None:
 
 
 def values(engine: sw.Engine) -> dict[str, torch.Tensor]:
-    return {entry.key: entry.tensor.detach().clone() for entry in content(engine._works).entries}
+    return {entry.key: entry.tensor.detach().clone() for entry in content(engine._sharded).entries}
 
 
 def refused(kind: type[Exception], words: str, work: Callable[[], object]) -> str:

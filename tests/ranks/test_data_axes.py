@@ -57,7 +57,7 @@ def trained(world: sw.World, preset: str, model: nn.Module, data_place: int) -> 
             engine.step()
             losses.append(loss.item())
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        entries = [entry for entry in content(engine._works).entries if entry.kind == "buffer"]
+        entries = [entry for entry in content(engine._sharded).entries if entry.kind == "buffer"]
         params = {name: value.clone() for name, value in engine.state_dict().items()}
         writes = sorted(entry.name for entry in entries if entry.written.numel)
         return {"losses": losses, "params": params, "buffers": buffers, "writes": writes}

@@ -287,7 +287,7 @@ def test_nothing_is_updated_with_what_a_device_brings_after_a_fault() -> None:
 
                 def finish() -> None:
                     honest()
-                    self.journal.message = Fault("lost", (1,), "Rank 1 is gone.")  # garbage may look like any verdict
+                    self.journal.fault = Fault("lost", (1,), "Rank 1 is gone.")  # garbage may look like any verdict
 
                 work.finish = finish  # type: ignore[method-assign]
             return work
@@ -301,12 +301,12 @@ def test_nothing_is_updated_with_what_a_device_brings_after_a_fault() -> None:
         batch = share_of(engine, batches(1)[0])
         take_step(engine, batch)
         engine.backward(engine(*batch))
-        before = [flat.param.clone() for flat in engine._works.flats]
+        before = [flat.param.clone() for flat in engine._sharded.flats]
         world.collectives(CPU)._groups.journal = world.journal
         with pytest.raises(FaultError, match="Rank 1 is gone"):
             engine.step()
-        engine._works.unhook()
-        return all(torch.equal(flat.param, kept) for flat, kept in zip(engine._works.flats, before, strict=True))
+        engine._sharded.unhook()
+        return all(torch.equal(flat.param, kept) for flat, kept in zip(engine._sharded.flats, before, strict=True))
 
     assert devices.run(2, rank) == [True, True]
 
@@ -321,7 +321,7 @@ def test_aborts_come_before_sockets_are_shut() -> None:
         groups: FakeGroups = world.collectives(CPU)._groups
 
         def abort(_: Any) -> None:
-            order.append(("abort", world.journal.message is not None, devices.accelerator.current_index()))
+            order.append(("abort", world.journal.fault is not None, devices.accelerator.current_index()))
 
         groups.abort = abort  # type: ignore[method-assign]
         world._host.cut = lambda: order.append("cut")  # type: ignore[method-assign, assignment, func-returns-value]

@@ -102,7 +102,7 @@ def _site() -> str | None:
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are taken to lie where the host has to wait for them."""
-    monkeypatch.setattr("shardwise.sharded.on_host", lambda _: False)
+    monkeypatch.setattr("shardwise.sharded_model.on_host", lambda _: False)
 
 
 @pytest.fixture
@@ -140,6 +140,12 @@ class WithTable(nn.Module):
         return self.inner(x, y) * self.table.mean()
 
 
+def steps_of(engine: sw.Engine) -> set[int]:
+    """The tensors that count an optimizer's steps."""
+    optimizer = engine._sharded.require_optimizer()
+    return {id(optimizer.state_of(piece).get("step")) for piece in optimizer.pieces}
+
+
 def steady_step(waits: Waits, plan: Plan, make_optimizer: MakeOptimizer, build: Callable[[], nn.Module]) -> float:
     """Count one step of rank 0 after some others; its norm."""
     torch.manual_seed(0)
@@ -152,7 +158,7 @@ def steady_step(waits: Waits, plan: Plan, make_optimizer: MakeOptimizer, build: 
         optimizer = make_optimizer(model)
         with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
             for number in range(4):
-                waits.on_host |= {id(state.get("step")) for state in optimizer.state.values()}
+                waits.on_host |= steps_of(engine)
                 world.barrier()
                 with waits.counting() if number == 3 and world.rank == 0 else _nothing():
                     for batch in data[2 * number : 2 * number + plan.get("accumulate", 1)]:
@@ -213,9 +219,9 @@ def test_hosts_agree_by_a_byte_where_nothing_is_new(away: None, monkeypatch: pyt
     lengths: dict[int, list[int]] = {0: [], 1: []}
     exchange = sw.World.exchange
 
-    def noted(world: sw.World, message: bytes) -> list[bytes]:
+    def noted(world: sw.World, message: bytes, subject: str = "message") -> list[bytes]:
         lengths[world.rank].append(len(message))
-        return exchange(world, message)
+        return exchange(world, message, subject)
 
     monkeypatch.setattr(sw.World, "exchange", noted)
 
@@ -245,7 +251,7 @@ def test_a_norm_is_read_when_somebody_looks(waits: Waits) -> None:
             for _ in range(2):
                 engine.backward(engine(torch.ones(2, 4)).sum())
                 engine.step()
-            waits.on_host |= {id(state["step"]) for state in optimizer.state.values()}
+            waits.on_host |= steps_of(engine)
             engine.backward(engine(torch.ones(2, 4)).sum())
             with waits.counting():
                 norm = engine.step()
@@ -319,7 +325,7 @@ def test_numbers_are_those_that_the_host_would_have_read(
 ) -> None:
     plan = plan_of(preset, None, clip_grad_norm=clip)
     norms, params, mean = trained(plan, shares_memory=True)
-    monkeypatch.setattr("shardwise.sharded.on_host", lambda _: False)
+    monkeypatch.setattr("shardwise.sharded_model.on_host", lambda _: False)
     late_norms, late_params, late_mean = trained(plan, shares_memory=False)
     assert late_norms == pytest.approx(norms, rel=1e-6)
     assert torch.allclose(late_mean, mean, atol=1e-6)
@@ -336,10 +342,10 @@ def test_no_update_begins_after_a_fault(away: None) -> None:
         with sw.shard(model, "ddp", optimizer=adamw(model), world=world) as engine:
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.clip_grad_norm_(1.0)  # the ranks have agreed
-            world.journal.message = Fault("lost", (0,), "a rank was lost")
+            world.journal.fault = Fault("lost", (0,), "a rank was lost")
             with pytest.raises(FaultError, match="a rank was lost"):
                 engine.step()
-            world.journal.message = None
+            world.journal.fault = None
             assert torch.equal(engine.state_dict()["weight"], before)
 
     run_ranks(1, rank)

@@ -39,7 +39,7 @@ def test_generate_with_other_prompts_and_lengths_on_every_rank(build, keep: str)
         engine = sw.shard(replicas[world.rank], "zero3", world=world)
         with engine.inference(KEEP[keep]):
             tokens = engine.module.generate(given[world.rank], max_new_tokens=lengths[world.rank], do_sample=False)
-        return tokens, engine._works.sharding.meter.now["working"]
+        return tokens, engine._sharded.sharding.meter.now["working"]
 
     for (tokens, working), theirs in zip(run_ranks(3, rank), expected, strict=True):
         assert torch.equal(tokens, theirs)

@@ -74,7 +74,7 @@ def run_on_devices(
                 run.losses.append(world.mean(loss.item()))
                 run.norms.append(engine.gradient_norm or 0.0)
             run.params = full_params(engine)
-            assert engine._works.sharding.meter.now["working"] == 0
+            assert engine._sharded.sharding.meter.now["working"] == 0
         return run
 
     runs = devices.run(num_ranks, rank)
@@ -279,7 +279,7 @@ def test_drawn_models_train_as_on_the_host(
                     engine.backward(loss)
                     engine.step()
                     losses.append(loss.item())
-                return losses, full_params(engine), engine._works.sharding.meter.now["working"]
+                return losses, full_params(engine), engine._sharded.sharding.meter.now["working"]
 
         return run(num_ranks, rank, timeout_seconds=30)
 

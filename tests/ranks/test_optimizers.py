@@ -79,7 +79,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     for kind in ("param", "grad", "working"):
         assert report.measured[kind] == report.promised[kind], kind
     assert 0 <= report.measured["optim"] - report.promised["optim"] < 4 * 60, "but for step counters"
-    ledger, planned = engine._works.ledger, engine._works.runner.programs.program
+    ledger, planned = engine._sharded.ledger, engine._sharded.runner.programs.program
     coordinate = engine.mesh.coordinate(engine.world.rank)
     held = watch_update(engine)
     x, y = batches(1, rows=4 * engine.world.size)[0]
@@ -91,7 +91,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     assert sent == promised <= planned.sent_bytes()
     actions = [action for block in (*planned.micro_batch, *planned.step) for action in block.actions]
     assert sum(ledger.calls.values()) == sum(action.communicates for action in actions)
-    clock = _Walk(engine._works.runner.programs.specs, coordinate)
+    clock = _Walk(engine._sharded.runner.programs.specs, coordinate)
     for block in planned.step:
         if block.moment == DURING_STEP:
             clock.walk(block)
@@ -101,7 +101,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
 
 def watch_update(engine: sw.Engine) -> list[int]:
     """From now on the most that each update held while it looked at whole parameters, beyond what was there."""
-    meter, run, peaks = engine._works.sharding.meter, engine._works.runner.step.during, []
+    meter, run, peaks = engine._sharded.sharding.meter, engine._sharded.runner.step.during, []
 
     def during_step() -> None:
         before = meter.now.total()
@@ -110,7 +110,7 @@ def watch_update(engine: sw.Engine) -> list[int]:
         assert meter.now.total() == before
         peaks.append(meter.peak_total - before)
 
-    engine._works.runner.step.during = during_step
+    engine._sharded.runner.step.during = during_step
     return peaks
 
 
@@ -390,7 +390,7 @@ def test_what_cannot_be_meant_is_refused(model: Transformer) -> None:
         Muon(hidden_matrices(model), iterate_in="fp16")  # type: ignore[arg-type]  # on purpose
 
     def work(engine: sw.Engine) -> None:
-        optimizer = engine._works.require_optimizer().members[0]
+        optimizer = engine._sharded.require_optimizer().members[0]
         with pytest.raises(ModelError, match=r"A parameter group with lr=0\.5 was added .* Add all groups"):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5})
 
@@ -483,7 +483,7 @@ def test_with_rows_by_rule_clipping_and_accumulation(name: str, model: Transform
 
 def measure_step_of(num_micro_batches: int) -> Callable[[sw.Engine], dict[str, Any]]:
     def measure(engine: sw.Engine) -> dict[str, Any]:
-        ledger, planned = engine._works.ledger, engine._works.runner.programs.program
+        ledger, planned = engine._sharded.ledger, engine._sharded.runner.programs.program
         engine.world.barrier()
         ledger.clear()
         x, y = batches(1, rows=4)[0]

@@ -54,13 +54,13 @@ def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
     """A step more than the race is counted."""
 
     def count(engine: sw.Engine) -> dict[str, Any]:
-        ledger = engine._works.ledger
+        ledger = engine._sharded.ledger
         x, y = batches(1, rows=4 * engine.world.size)[0]
         engine.world.barrier()
         ledger.clear()
         engine.backward(engine(x, y))
         engine.step()
-        planned = engine._works.runner.programs.program
+        planned = engine._sharded.runner.programs.program
         calls = [
             action.verb.replace("agree", "all_reduce")
             for block in (*planned.micro_batch, *planned.step)
@@ -71,7 +71,7 @@ def test_trains_like_the_plain_model_and_sends_and_holds_what_the_program_says(
         return {
             "sent": (sum(ledger.sent_bytes.values()), planned.sent_bytes()),
             "calls": (sum(ledger.calls.values()), len(calls)),
-            "recordings": engine._works.runner.programs.num_recordings,
+            "recordings": engine._sharded.runner.programs.num_recordings,
             "report": report,
         }
 

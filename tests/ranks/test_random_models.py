@@ -197,7 +197,7 @@ def test_drawn_models_train_like_their_twins(
                 engine.backward(loss)
                 engine.step()
                 losses.append(world.mean(loss.item()))
-            return losses, full_params(engine), engine._works.sharding.meter.now["working"]
+            return losses, full_params(engine), engine._sharded.sharding.meter.now["working"]
 
     for losses, params, working in run_ranks(num_ranks, rank, timeout_seconds=10, shares_memory=shares_memory):
         assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)

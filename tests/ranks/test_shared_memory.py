@@ -54,11 +54,11 @@ def test_one_copy_is_read_by_all(model: Transformer) -> None:
     """What one rank writes where a parameter rests is what all others read, though nothing was sent."""
 
     def work(engine: sw.Engine) -> list[float]:
-        flat = engine._works.flats[0]
-        engine._works.ledger.clear()
-        engine._works.runner.step.open_params()
+        flat = engine._sharded.flats[0]
+        engine._sharded.ledger.clear()
+        engine._sharded.runner.step.open_params()
         flat.param.fill_(engine.world.rank + 1)
-        engine._works.runner.step.close_params()
+        engine._sharded.runner.step.close_params()
         engine.world.barrier()
         return sorted(set(flat.full.tolist()))
 
@@ -85,7 +85,7 @@ def test_the_last_unit_stays_whole_until_its_backward_without_its_pages(model: T
     x, y = batches(1)[0]
 
     def work(engine: sw.Engine) -> tuple[bool, int]:
-        [flat] = [flat for flat in engine._works.flats if any(slot.name == "head.weight" for slot in flat.slots)]
+        [flat] = [flat for flat in engine._sharded.flats if any(slot.name == "head.weight" for slot in flat.slots)]
         for _ in range(2):  # then the program is followed
             engine_step(engine, None, (x, y))  # type: ignore[arg-type]
         loss = engine(x, y)
@@ -217,7 +217,7 @@ def test_where_nothing_can_rest_in_common_collectives_still_share(
     monkeypatch.setattr(SharedFile, "map_privately", refuse)
 
     def after(engine: sw.Engine) -> dict[str, Any]:
-        return {"how": str(engine), "rests_apart": all(flat.shared is None for flat in engine._works.flats)}
+        return {"how": str(engine), "rests_apart": all(flat.shared is None for flat in engine._sharded.flats)}
 
     data = batches(5, rows=12)
     run = sharded_run(model, data, "zero3", 3, None, after=after)

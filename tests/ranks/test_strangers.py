@@ -66,7 +66,7 @@ def reader() -> Iterator[sw.Engine]:
 
 
 def values(engine: sw.Engine) -> dict[str, torch.Tensor]:
-    return {entry.key: entry.tensor.detach().clone() for entry in content(engine._works).entries}
+    return {entry.key: entry.tensor.detach().clone() for entry in content(engine._sharded).entries}
 
 
 def copied(saved: Path, run: Path) -> Path:

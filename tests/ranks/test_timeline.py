@@ -32,7 +32,7 @@ def test_a_step_is_written_with_units_and_actions(tmp_path: Path) -> None:
                 with engine.timeline(path):
                     engine.backward(engine(x, y))
                     engine.step()
-            planned = engine._works.runner.programs.program
+            planned = engine._sharded.runner.programs.program
             return [str(action) for block in (*planned.micro_batch, *planned.step) for action in block.actions]
 
     planned = run_ranks(2, rank)
@@ -61,7 +61,7 @@ def test_nothing_is_recorded_outside(tmp_path: Path) -> None:
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 3)).sum())
             engine.step()
-        assert not engine._works.timeline.events
+        assert not engine._sharded.timeline.events
         with engine.timeline(tmp_path / "empty.json"):
             pass
-        assert not engine._works.timeline.events
+        assert not engine._sharded.timeline.events

@@ -262,7 +262,7 @@ def full_params(engine: sw.Engine) -> dict[str, Tensor]:
 def _packed(engine: sw.Engine) -> bytes:
     pieces = [
         (entry.name, entry.span.start, entry.tensor.detach().float().clone())
-        for entry in content(engine._works).entries
+        for entry in content(engine._sharded).entries
         if entry.kind == "param" and entry.span.numel
     ]
     stream = io.BytesIO()

@@ -20,7 +20,7 @@ where those differ, the first difference is what is told.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwise.comm.fault import Fault
@@ -129,6 +129,18 @@ class _Peers:
     late: list[Status] = field(default_factory=list)
     unheard: list[int] = field(default_factory=list)
 
+    def gone(self) -> list[Status]:
+        """Those who will not come any more."""
+        left = [status for status in self.late if status.has_left]
+        return left + [status for status in self.entered if status.state == "raised"]
+
+    def held_up(self, silent: Collection[int]) -> list[Status]:
+        """Those whom the others wait for, and who wait for nobody: the `silent` first."""
+        if not self.late:
+            return [status for status in self.entered if status.rank in silent and not status.has_left]
+        unheard = [status for status in self.late if status.rank in silent]
+        return unheard + [status for status in self.late if status.awaited is None]
+
 
 def judge(
     mine: Status, read: Read, silence: Callable[[int], float] = lambda _: 0.0
@@ -144,27 +156,21 @@ def judge(
         clash = contradiction([path[-1], *peers.entered, *peers.late], line)
         if clash is not None:
             return clash
-        gone = [status for status in peers.late if status.has_left]
-        gone += [status for status in peers.entered if status.state == "raised"]
-        if gone:
+        if gone := peers.gone():
             return departure(gone[0], [path[-1], *peers.entered, *peers.late])
         silent = {status.rank for status in (*peers.late, *peers.entered) if silence(status.rank) > SILENT_SECONDS}
         together = [status for status in peers.entered if status.awaited == awaited and status.rank not in silent]
         waiting = (path[-1], *together)
         if peers.unheard:
             return Lateness(peers.unheard[0], None, waiting)
-        held_up = [status for status in peers.late if status.rank in silent]
-        held_up += [status for status in peers.late if status.awaited is None]
-        if not peers.late:
-            held_up += [status for status in peers.entered if status.rank in silent and not status.has_left]
-        if held_up:
+        if held_up := peers.held_up(silent):
             return Lateness(held_up[0].rank, held_up[0], waiting)
         if not peers.late:
             return None
         following = peers.late[0]
-        for index, seen in enumerate(path):
-            if seen.rank == following.rank:
-                return Circle(tuple(path[index:]))
+        ranks_before = [seen.rank for seen in path]
+        if following.rank in ranks_before:
+            return Circle(tuple(path[ranks_before.index(following.rank) :]))
         path.append(following)
     return None
 

@@ -96,7 +96,7 @@ class LossScale(Strict):
     dynamic: bool = Field(default=True, description="whether it changes; if not, it stays at initial")
     initial: float = Field(default=65536.0, gt=0, allow_inf_nan=False, description="what it starts from")
     window: int = Field(default=1000, ge=1, description="steps without an overflow before it doubles")
-    hysteresis: int = Field(default=2, ge=1, description="overflows that are borne before it halves")
+    hysteresis: int = Field(default=2, ge=1, description="the overflow in a row at which it halves")
     minimum: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="what it never falls below")
 
 

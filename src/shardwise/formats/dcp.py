@@ -68,25 +68,29 @@ def open_dcp(path: Path) -> Source:
         left_out.append(NAMELESS.format(keys=f"{strange[0]} and {len(strange) - 1} more"))
     user = dict(objects.user)
     step = user.pop("step", num_steps)
+    states = [] if strange else [spec for spec in homes if spec.is_state and spec.name in weights]
+    left_out_specs = {spec for spec in homes if spec.is_state or spec.name in ties}.difference(states)
     return Source(
         form=FORM,
         path=path,
-        specs=tuple(
-            spec
-            for spec in homes
-            if (spec.is_state and spec.name in weights and not strange) or (not spec.is_state and spec.name not in ties)
-        ),
+        specs=tuple(spec for spec in homes if spec not in left_out_specs),
         read=lambda spec: store.tensor(homes[spec]),
         step=step if type(step) is int and step >= 0 else num_steps,
         num_steps=num_steps,
         ties=ties,
         groups=[] if strange else groups,
         numbers={} if strange else objects.numbers,
-        user=user["user"] if list(user) == ["user"] and isinstance(user["user"], dict) else user,
+        user=_unwrapped(user),
         facts={"keys": {"model": names.model, "optim": names.optim}},
         files=_files(path, meta),
         left_out=left_out,
     )
+
+
+def _unwrapped(user: dict[str, Any]) -> dict[str, Any]:
+    """What the script kept: the one entry "user", as `write_dcp` leaves it, or everything."""
+    only = user.get("user") if len(user) == 1 else None
+    return only if isinstance(only, dict) else user
 
 
 def _nameless(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -73,12 +73,7 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool) -> Match:
     volatile = _volatile_buffers(model)
     found = _Found(model, files, names, known)
     missing = [name for name in names if name not in found.homes and name not in volatile]
-    ignored = [re.compile(pattern) for pattern in _patterns(model)]
-    unexpected = [
-        name
-        for name in found.strangers
-        if name not in volatile and not any(pattern.search(name) for pattern in ignored)
-    ]
+    unexpected = _unexpected(model, found.strangers, volatile)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     wrong = [_odd(name, tensors[name], *found.homes[name]) for name in found.homes]
     _refuse(files, [text for text in wrong if text], missing if strict else (), unexpected if strict else ())
@@ -90,6 +85,13 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool) -> Match:
         {name: target for name, (_, target) in found.made.items()},
         _note(files, missing, unexpected),
     )
+
+
+def _unexpected(model: nn.Module, strangers: Iterable[str], volatile: Collection[str]) -> list[str]:
+    """What the files have and the model does not, but for what it says it ignores."""
+    ignored = [re.compile(pattern) for pattern in _patterns(model)]
+    named = [name for name in strangers if name not in volatile]
+    return [name for name in named if not any(pattern.search(name) for pattern in ignored)]
 
 
 class _Found:

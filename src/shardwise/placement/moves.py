@@ -36,19 +36,9 @@ def moves(source: Place, target: Place, order: Axes) -> list[Move]:
     its own cast: it is taken, and kept, in the wider of the two dtypes.
     """
     summed = [axis for axis in source.partial if axis not in target.partial]
-    nearer = DEPTH[target.tier] < DEPTH[source.tier]
-    away = DEPTH[target.tier] > DEPTH[source.tier]
     narrows = WIDTH[target.dtype] < WIDTH[source.dtype] and not summed
-    casts_first = narrows and source.tier != "disk"
+    path = _nearer(source, target, narrows=narrows)
     dtype = target.dtype if narrows else source.dtype
-
-    path: list[Move] = []
-    if casts_first:
-        path.append(Move("cast", target.dtype, target.dtype))
-    if nearer:
-        path.append(Move("fetch", source.tier, dtype if casts_first else source.dtype))
-    if narrows and not casts_first:
-        path.append(Move("cast", target.dtype, target.dtype))
     for axis in (axis for axis in order if axis in target.shard and axis not in source.shard):
         if axis in summed:
             dtype = wider(dtype, target.dtype)
@@ -61,6 +51,16 @@ def moves(source: Place, target: Place, order: Axes) -> list[Move]:
     ]
     if dtype != target.dtype:
         path.append(Move("cast", target.dtype, target.dtype))
-    if away:
+    if DEPTH[target.tier] > DEPTH[source.tier]:
         path.append(Move("evict", target.tier, target.dtype))
     return path
+
+
+def _nearer(source: Place, target: Place, *, narrows: bool) -> list[Move]:
+    """What is done before ranks move anything: a narrowing cast first, where it can be computed, and a fetch."""
+    cast = [Move("cast", target.dtype, target.dtype)] if narrows else []
+    if DEPTH[target.tier] >= DEPTH[source.tier]:
+        return cast
+    if source.tier == "disk":
+        return [Move("fetch", source.tier, source.dtype), *cast]
+    return [*cast, Move("fetch", source.tier, target.dtype if narrows else source.dtype)]

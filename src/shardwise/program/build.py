@@ -42,18 +42,15 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
     blocks = []
     for index, moment in enumerate(trace):
         unit = by_name[moment.unit]
-        names = {flat.name for flat in unit.flats}
         due: Actions = ()
         if moment.edge == "before":
-            missing = [flat for flat in unit.flats if flat.name not in whole]
-            due = tuple(action for flat in missing for action in gathers(flat, from_held=flat.name in held))
+            due = _gathers_of_missing(unit, whole, held)
+            names = {flat.name for flat in unit.flats}
             whole |= names
             held -= names
-        else:
+        elif moment.phase == "backward" or not needs.is_next(index):
             drops = drop_due(unit, moment, training=training, reduces=reduces)
             due = tuple(action for action in drops if action.flat in whole or action.subject == "grad")
-            if due and moment.phase == "forward" and needs.is_next(index):
-                due = ()
         whole -= {action.flat for action in due if action.verb == "free"}
         held |= {action.flat for action in due if action.verb == "slice"}
         if not _are_in(whole, unit):
@@ -63,6 +60,11 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
         left = [flat.name for unit in units for flat in unit.flats if flat.name in whole and not flat.resident]
         blocks.append(Block(END_OF_BACKWARD, tuple(Action("free", name, "full") for name in left)))
     return tuple(blocks)
+
+
+def _gathers_of_missing(unit: UnitSpec, whole: set[str], held: set[str]) -> Actions:
+    missing = [flat for flat in unit.flats if flat.name not in whole]
+    return tuple(action for flat in missing for action in gathers(flat, from_held=flat.name in held))
 
 
 def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
