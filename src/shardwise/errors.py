@@ -1,6 +1,6 @@
 """Every error that shardwise raises on purpose.
 
-An error is a short letter: what happened, to which parameter, axis or file by the user's own name,
+An error says in a few sentences what happened, to which parameter, axis or file by the user's own name,
 what was expected, and what to do next. `ShardwiseError` is what a caller catches to catch them all.
 """
 
@@ -35,12 +35,12 @@ class CommError(ShardwiseError, RuntimeError):
 
 
 class FaultError(CommError):
-    """Something is wrong between ranks. Every rank raises it, with the same letter, in its main thread.
+    """Something is wrong between ranks. Every rank raises it, with the same text, in its main thread.
 
     `kind` is `contradiction` (ranks entered different collectives), `deadlock` (ranks wait for each other),
     `raised`, `ended` (a rank left with or without an exception while others needed it), `lost` (a rank is gone
     without a word) or `timeout` (a rank made others wait for longer than the world allows). `ranks` are those the
-    letter blames, `unit` and `action` what was to be done when it was found (empty outside a program), `origin`
+    error blames, `unit` and `action` what was to be done when it was found (empty outside a program), `origin`
     the rank that found it.
     """
 

@@ -1,7 +1,7 @@
 """What turns while a model trains by one plan: hooks, programs, the adopted optimizer, and the step that they take.
 
 The optimizer's own hooks lead here, so a step is the same whoever asks for it: `engine.step()`, `optimizer.step()`, or
-a loop that knows nothing of engines. Another plan makes other works (`state.reshard`).
+a loop that knows nothing of engines. Another plan makes another one (`state.reshard`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.tensors import Owner, Structure
 
 @dataclass
 class Progress:
-    """How far training has come. It outlives the works of one plan."""
+    """How far training has come. It outlives the `ShardedModel` of one plan."""
 
     num_steps: int = 0
     gradient_norm: Norm | None = None

@@ -402,5 +402,5 @@ def _kind_of(error: Exception) -> type[ShardwiseError]:
 
 
 def _said(error: Exception) -> str:
-    """A letter of ours as it is; anything else with its type."""
+    """An error of ours as it is; anything else with its type."""
     return str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}."

@@ -104,7 +104,7 @@ class Snapshot:
     they are copied by the thread that goes on to write them, beside the next forward and backward, and `wait` is for
     whoever is about to change them. (So does DataStates-LLM, arXiv:2406.10707, with everything.) Somebody who changes
     them by hand meanwhile, through the optimizer's groups, is noticed by torch's own counter of changes in place, and
-    the checkpoint fails with a letter instead of holding half of the change.
+    the checkpoint fails with an error instead of holding half of the change.
     """
 
     def __init__(self, image: Image, stage: torch.Tensor, device: RankDevice) -> None:

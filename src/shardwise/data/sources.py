@@ -120,7 +120,7 @@ class Catalogue:
     """What must be the same for the batch of step N to be the same; JSON."""
 
     def label(self, number: int) -> str:
-        """What a letter calls a source: its name and class."""
+        """What an error calls a source: its name and class."""
         return f"{self.names[number]} (a {type(self.sources[number]).__name__})"
 
     @classmethod

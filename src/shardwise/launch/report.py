@@ -1,4 +1,4 @@
-"""What the launcher says about the end of a job: one letter, however many ranks there were."""
+"""What the launcher says about the end of a job: one report, however many ranks there were."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _say(text: str) -> None:
 
 
 def _silence_elastic() -> None:
-    """Keep elastic's log to itself: whatever it would say there, we say in one letter."""
+    """Keep elastic's log to itself: whatever it would say there, we say in one report."""
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False

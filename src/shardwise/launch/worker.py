@@ -66,7 +66,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _leave_it_to_the_launcher(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """The hook under which a script starts: one letter from the launcher, not a traceback from each rank.
+    """The hook under which a script starts: one report from the launcher, not a traceback from each rank.
 
     A hook that the script installs is called as usual; torch's own wraps this one.
     """
