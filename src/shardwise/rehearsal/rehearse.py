@@ -182,6 +182,9 @@ class _Stage:
     def await_graph(self, unit: Unit) -> None:
         """A rehearsal makes no graph in its backward."""
 
+    def await_end(self, unit: Unit) -> None:
+        """What a rehearsal marks says nothing of which units are whole."""
+
     def end_of_backward(self) -> None:
         for unit in self._twin.units:
             if any(any(flat.grads.touched_here) for flat in unit.flats):  # some of its parameters got no gradient

@@ -92,6 +92,7 @@ class Gathering:
         for unit in self.units:
             for flat in unit.flats:
                 flat.rest()
+                flat.lasts = False
                 self._executor.movers[flat.name].wait_full()
                 flat.free_full()
                 flat.free_held()

@@ -13,6 +13,12 @@ The only module that registers hooks. What it reports, per unit:
 [Note: calls] Several forwards may wait for their backwards, and one graph may be sent back several times. So what a
 unit's backward waits for is known by the call: its inputs count from the moment a gradient of its own outputs comes,
 and anew in each backward.
+
+[Note: blind calls] A call none of whose inputs gets a gradient never says that it is through. Of trainable parameters
+that does no harm, because nothing reads one after its gradient is complete. Frozen ones are read until the last
+gradient of whatever was computed inside of the call has gone out, in other units too: where the model itself is the
+call, the head's gradient is there long before that of a block below a frozen norm. Nobody sees the last one before the
+backward ends, and so the frozen parameters of such a call stay whole until then (`await_end`).
 """
 
 from __future__ import annotations
@@ -56,6 +62,7 @@ class Listener(Protocol):
     def before_backward(self, unit: Unit) -> None: ...
     def after_backward(self, unit: Unit) -> None: ...
     def await_graph(self, unit: Unit) -> None: ...
+    def await_end(self, unit: Unit) -> None: ...
     def end_of_backward(self) -> None: ...
 
 
@@ -218,6 +225,7 @@ class Hooks:
         if opaque and call is not None:  # nothing will tell when its backward begins
             call.num_left = call.num_inputs
             use.sent_back.add(call)
+            self._await_end_if_blind(unit, call)
         self._listener.after_forward(unit, opaque=opaque)
 
     # -- backward ---------------------------------------------------------------------------------------
@@ -253,6 +261,11 @@ class Hooks:
         call.join(_graph_task_id())
         use.sent_back.add(call)
         self._open_for_gradient(unit)
+        self._await_end_if_blind(unit, call)
+
+    def _await_end_if_blind(self, unit: Unit, call: _Call) -> None:
+        if not call.num_inputs:
+            self._listener.await_end(unit)
 
     def _open_for_gradient(self, unit: Unit) -> None:
         """A gradient has come; a forward that is recomputed in a backward does not lead here."""
@@ -302,9 +315,13 @@ class Hooks:
 
     def _close_backward(self, unit: Unit) -> None:
         use = self._uses[unit.name]
-        have_all = all(flat.grads.complete() for flat in unit.flats if flat.spec.trainable)
+        trained = [flat.grads for flat in unit.flats if flat.spec.trainable]
+        if not trained and not use.sent_back:
+            return  # it is through already: a forward that was recomputed has the inputs of the one that it repeats
+        have_all = all(grads.complete() for grads in trained)
         waits = any(call.num_left > 0 for call in use.sent_back)
-        inputs_decide = unit.name in self._inputs_decide and any(call.num_inputs for call in use.sent_back)
+        is_told = bool(use.sent_back) and all(call.num_inputs for call in use.sent_back)
+        inputs_decide = is_told and unit.name in self._inputs_decide
         if not waits and (have_all or inputs_decide):
             use.sent_back.clear()
             for flat in unit.flats:

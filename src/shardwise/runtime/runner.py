@@ -204,6 +204,11 @@ class Runner:
         for flat in unit.flats:
             flat.stays = True
 
+    def await_end(self, unit: Unit) -> None:
+        """Nobody will know when the frozen parameters of `unit` are read for the last time in this pass."""
+        for flat in unit.flats:
+            flat.lasts = not flat.spec.trainable
+
     def note_scaled(self) -> None:
         """The backward that is running is of a scaled loss."""
         self.passes.current.is_scaled = True

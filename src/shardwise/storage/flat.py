@@ -83,6 +83,8 @@ class Flat:
         self.state = FullState.RESIDENT if spec.resident else FullState.ABSENT
         self.stays = False
         """Whether the whole buffer, once it is there, is not to be freed, since a graph may still read it."""
+        self.lasts = False
+        """Likewise, but only until the pass ends."""
         self.full = torch.empty(0)
         self._bytes_of_full: Releasable | None = None
         self.param = torch.empty(0)
@@ -200,8 +202,8 @@ class Flat:
         self.state = FullState.GATHERING
 
     def free_full(self) -> None:
-        """Let the bytes of `full` go. Asked twice, or of a resident buffer or one that stays, it does nothing."""
-        if self.state is FullState.READY and not self.stays:
+        """Let the bytes of `full` go. Asked twice, or of one that is resident, stays or lasts, it does nothing."""
+        if self.state is FullState.READY and not (self.stays or self.lasts):
             if self.shared is not None:
                 self.shared.renew()
             elif self._bytes_of_full is not None:

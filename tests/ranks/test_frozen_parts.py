@@ -1,0 +1,204 @@
+"""Frozen layers anywhere in a model, above what is trained: whole for as long as a backward reads them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from twins import full_params
+
+import shardwise as sw
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+WIDTH, ROWS, NUM_STEPS = 6, 12, 6
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {"preset": "zero3"}),
+    "zero3": (2, {"preset": "zero3"}),
+    "zero3-3": (3, {"preset": "zero3"}),
+    "zero3-kept": (2, {"preset": "zero3-kept"}),
+    "hpz": (4, {"preset": "hpz", "mesh": {"node": 2, "local": 2}}),
+}
+CASES = [*((plan, False) for plan in PLANS), ("zero3", True), ("hpz", True)]
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+class Chain(nn.Module):
+    """Trained below a frozen layer, which `uses` says how to use, in this order."""
+
+    def __init__(self, *uses: str, tied: bool = False) -> None:
+        super().__init__()
+        self.uses = uses
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(frozen(nn.Sequential(nn.Linear(WIDTH, WIDTH))) for _ in range(2))
+        self.between = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        if tied:
+            self.layers[1][0].weight = self.layers[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.entry(x)
+        first, second = self.layers
+        for use in self.uses:
+            if use == "call":
+                hidden = hidden + torch.tanh(first(hidden))
+            elif use == "other":
+                hidden = hidden + torch.tanh(second(hidden))
+            elif use == "between":
+                hidden = hidden + self.between(hidden)
+            elif use == "recompute":
+                hidden = hidden + torch.tanh(checkpoint(first, hidden, use_reentrant=False))
+            elif use == "run again":
+                hidden = hidden + torch.tanh(checkpoint(first, hidden, use_reentrant=True))
+            elif use == "read":
+                hidden = hidden + first[0].weight.sum() * 0.01
+            else:
+                hidden = hidden + (first[0].weight * hidden.mean()).sum() * 0.01
+        return hidden.square().mean()
+
+
+class Middle(nn.Module):
+    """A frozen layer between trained ones, in one unit with the head, whose gradient comes first."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any] = lambda loss: loss) -> None:
+        super().__init__()
+        self.wrap = wrap
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.middle = frozen(nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.wrap(self.head(self.middle(x)).square().mean())
+
+
+class Hidden:
+    """An output that keeps its tensor where nobody looks."""
+
+    __slots__ = ("get",)
+
+    def __init__(self, loss: Tensor) -> None:
+        self.get = lambda: loss
+
+
+class Shell(nn.Module):
+    """Frozen itself, and calls something trained that belongs to another module and is a unit of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = (inner,)
+        self.down = frozen(nn.Linear(WIDTH, WIDTH))
+        self.up = frozen(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(torch.tanh(self.inner[0](self.down(x))))
+
+
+class Shells(nn.Module):
+    """Called twice, the second time recomputed, with something else in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.shell = Shell(self.inner)
+        self.between = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.between(self.shell(torch.tanh(self.entry(x))))
+        again: Tensor = checkpoint(self.shell, hidden, use_reentrant=False)
+        return again.square().mean()
+
+
+class Unused(nn.Module):
+    """One parameter never gets a gradient, so that the gradients of inputs say when a backward is through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Partly()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        (layer,) = self.layers
+        hidden = self.entry(x)
+        hidden = hidden + layer(hidden)
+        hidden = hidden + checkpoint(layer, hidden, use_reentrant=True)
+        return (hidden + layer.used.weight.sum() * 0.01).square().mean()
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.used(x))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "called, recomputed, read": (lambda: Chain("call", "recompute", "read"), {}),
+    "recomputed twice, read": (lambda: Chain("recompute", "recompute", "read"), {}),
+    "read first": (lambda: Chain("read", "call", "recompute"), {}),
+    "called twice, read": (lambda: Chain("call", "between", "call", "read"), {}),
+    "run again": (lambda: Chain("call", "run again", "between", "run again", "read"), {}),
+    "multiplied": (lambda: Chain("multiply", "call", "between", "recompute"), {}),
+    "nobody reads": (lambda: Chain("call", "between", "recompute", "other", "recompute"), {}),
+    "tied": (lambda: Chain("call", "other", "recompute", "between", "read", tied=True), {}),
+    "in the middle": (Middle, {}),
+    "hidden loss": (lambda: Middle(Hidden), {}),
+    "shell": (Shells, {"units": ["entry", "inner", "shell", "between"]}),
+    "unused": (Unused, {}),
+}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def loss_of(output: Any) -> Tensor:
+    return output.get() if isinstance(output, Hidden) else output
+
+
+@pytest.mark.parametrize(("plan", "shares_memory"), CASES, ids=[f"{p}-{'shared' if s else 'sent'}" for p, s in CASES])
+@pytest.mark.parametrize("name", MODELS)
+def test_trained_below_frozen_layers(name: str, plan: str, shares_memory: bool) -> None:
+    num_ranks, settings = PLANS[plan]
+    make, more = MODELS[name]
+    torch.manual_seed(0)
+    start = make()
+    data = torch.randn(NUM_STEPS, ROWS, WIDTH)
+    twin = copy.deepcopy(start)
+    optimizer = optimizer_of(twin)
+    expected = []
+    for x in data:
+        optimizer.zero_grad()
+        loss = sum(loss_of(twin(part)) for part in x.chunk(num_ranks)) / num_ranks
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor], int]:
+        model = replicas[world.rank]
+        with sw.shard(model, {**settings, **more}, optimizer=optimizer_of(model), world=world) as engine:
+            losses = []
+            for x in data:
+                loss = loss_of(engine(x.chunk(world.size)[world.rank]))
+                engine.backward(loss)
+                engine.step()
+                losses.append(world.mean(loss.item()))
+            return losses, full_params(engine), engine._sharded.sharding.meter.now["working"]
+
+    for losses, params, working in run_ranks(num_ranks, rank, timeout_seconds=10, shares_memory=shares_memory):
+        assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert working == 0
+        for key, param in twin.named_parameters():
+            assert torch.allclose(params[key], param, atol=1e-5), key
