@@ -118,6 +118,29 @@ class Shells(nn.Module):
         return again.square().mean()
 
 
+class Leaf(nn.Module):
+    """The input has its gradient before the frozen layer beside it is through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.side = Side(self.inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.side(x.detach().requires_grad_())
+        return out.square().mean()
+
+
+class Side(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = (inner,)
+        self.layer = frozen(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(torch.tanh(self.inner[0](torch.ones_like(x))))
+
+
 class Unused(nn.Module):
     """One parameter never gets a gradient, so that the gradients of inputs say when a backward is through."""
 
@@ -155,6 +178,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "in the middle": (Middle, {}),
     "hidden loss": (lambda: Middle(Hidden), {}),
     "shell": (Shells, {"units": ["entry", "inner", "shell", "between"]}),
+    "leaf": (Leaf, {"units": ["inner", "side"]}),
     "unused": (Unused, {}),
 }
 

@@ -18,7 +18,9 @@ and anew in each backward.
 that does no harm, because nothing reads one after its gradient is complete. Frozen ones are read until the last
 gradient of whatever was computed inside of the call has gone out, in other units too: where the model itself is the
 call, the head's gradient is there long before that of a block below a frozen norm. Nobody sees the last one before the
-backward ends, and so the frozen parameters of such a call stay whole until then (`await_end`).
+backward ends, and so the frozen parameters of such a call stay whole until then (`await_end`). An input that is a leaf
+tells too little as well: autograd hands its gradient out at once, while all others wait for what was computed later.
+But where a leaf stands for an input that is recomputed from, in an autograd of its own, it is believed.
 """
 
 from __future__ import annotations
@@ -74,6 +76,8 @@ class _Call:
     num_left: int = 0
     backward: int = -1
     """The backward that `num_left` is of, by autograd's number."""
+    is_blind: bool = False
+    """Whether its inputs do not tell when it is through; see [Note: blind calls]."""
     leaves: list[Node] = field(default_factory=list)
     """Nodes of inputs that are leaves: nobody else keeps them until the leaf is used."""
 
@@ -239,6 +243,7 @@ class Hooks:
         nodes = {get_gradient_edge(tensor).node for tensor in tensors}
         leaves = [get_gradient_edge(tensor).node for tensor in tensors if tensor.is_leaf]
         call = _Call(num_inputs=len(nodes), leaves=leaves)
+        call.is_blind = not nodes or (len(leaves) == len(tensors) and not in_backward())
 
         def gone_out(_: object) -> None:
             call.join(_graph_task_id())
@@ -264,7 +269,7 @@ class Hooks:
         self._await_end_if_blind(unit, call)
 
     def _await_end_if_blind(self, unit: Unit, call: _Call) -> None:
-        if not call.num_inputs:
+        if call.is_blind:
             self._listener.await_end(unit)
 
     def _open_for_gradient(self, unit: Unit) -> None:
