@@ -183,9 +183,9 @@ def test_ranks_exchange_names_only_when_something_is_new(monkeypatch: pytest.Mon
     exchanges: list[int] = []
     exchange = sw.World.exchange
 
-    def counted(world: sw.World, message: bytes) -> list[bytes]:
+    def counted(world: sw.World, message: bytes, subject: str = "message") -> list[bytes]:
         exchanges.append(world.rank)
-        return exchange(world, message)
+        return exchange(world, message, subject)
 
     monkeypatch.setattr(sw.World, "exchange", counted)
 
