@@ -107,7 +107,7 @@ def test_a_group_exchanges_and_broadcasts_among_its_own() -> None:
     def rank(world: sw.World) -> tuple[list[bytes], float, bool, int]:
         group = DataGroup(world, MESH)
         told = torch.full((3,), float(world.rank))
-        group.broadcast(told)
+        group.broadcast(told, "told")
         return group.exchange(str(world.rank).encode()), told[0].item(), group.is_first, group.rank_at(1)
 
     assert run_ranks(4, rank) == [

@@ -27,7 +27,7 @@ from shardwise.comm.fault import Fault
 from shardwise.comm.nccl import NcclGroups
 from shardwise.comm.process_groups import TorchGroups
 from shardwise.comm.world import _Nobody
-from shardwise.data import Loader
+from shardwise.data import Loader, Samples, Workers
 from shardwise.devices import RankDevice, TorchAccelerator
 from shardwise.errors import CommError, ConfigError, FaultError, ModelError, StateError
 from shardwise.init import check_model
@@ -138,7 +138,8 @@ def test_batches_are_pinned_under_the_ranks_device_and_copied_beside_the_computa
     accelerator.use(3)
     reader = accelerator.current_stream()
     device = RankDevice(CPU, accelerator, 3)
-    with Loader(torch.arange(8.0), batch_rows=4, workers=2, device=device, shuffle=False) as loader:
+    samples, workers = Samples(shuffle=False), Workers(2, device=device)
+    with Loader(torch.arange(8.0), batch_rows=4, samples=samples, workers=workers) as loader:
         assert torch.cat(list(loader)).tolist() == list(range(8))
     assert len(pinned) >= 2  # some steps ahead
     assert set(pinned) == {3}
