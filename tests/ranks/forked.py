@@ -21,18 +21,21 @@ class Died(Exception):
 def preload(*modules: str) -> None:
     """Import what the children need, once for all of them, and start the process that they are forked from.
 
-    It finds modules where this process does, which Python 3.11's own `set_forkserver_preload` does not see to.
+    It finds modules where this process does, which Python 3.11's own `set_forkserver_preload` does not see to. It computes
+    in one thread: OpenMP's threads are not there after a fork, and numbers may depend on how many there are.
     """
     _SERVER.set_forkserver_preload(list(modules))
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    needed = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    before = {name: os.environ.get(name) for name in needed}
+    os.environ |= needed
     try:
         forkserver.ensure_running()
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def call_each(call: Callable[[Any], Any], items: Sequence[Any], *, seconds: float) -> list[Any]:

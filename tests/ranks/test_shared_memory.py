@@ -25,7 +25,7 @@ from twins import (
 )
 
 import shardwise as sw
-from shardwise.comm.shm import neighbours, word
+from shardwise.comm.shm import futex, neighbours
 from shardwise.comm.shm.arena import Arena
 from shardwise.comm.shm.file import PAGE, Mapping, SharedFile, bytes_of, is_possible
 from shardwise.comm.shm.offers import NUM_OFFERS
@@ -313,9 +313,9 @@ def test_more_offers_than_there_are_places_for() -> None:
 @pytest.mark.parametrize("by_futex", [True, False], ids=["futex", "naps"])
 def test_a_word_wakes_who_waits(by_futex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not by_futex:
-        monkeypatch.setattr(word, "_FUTEX", None)
+        monkeypatch.setattr(futex, "_FUTEX", None)
     file = SharedFile.create()
-    writer, reader = (word.Futex(file.map(0, mmap.PAGESIZE), 0) for _ in range(2))
+    writer, reader = (futex.Futex(file.map(0, mmap.PAGESIZE), 0) for _ in range(2))
     seen = reader.value
     reader.wait_while(seen, 0.01)
     assert reader.value == seen  # time was up
