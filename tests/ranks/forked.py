@@ -21,8 +21,8 @@ class Died(Exception):
 def preload(*modules: str) -> None:
     """Import what the children need, once for all of them, and start the process that they are forked from.
 
-    It finds modules where this process does, which Python 3.11's own `set_forkserver_preload` does not see to. It computes
-    in one thread: OpenMP's threads are not there after a fork, and numbers may depend on how many there are.
+    It finds modules where this process does, which Python 3.11's own `set_forkserver_preload` does not see to. It
+    computes in one thread: OpenMP's threads are not there after a fork, and numbers may depend on how many there are.
     """
     _SERVER.set_forkserver_preload(list(modules))
     needed = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
