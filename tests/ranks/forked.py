@@ -83,6 +83,10 @@ def _work(there: Any, call: Callable[[Any], Any], items: list[Any]) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(
+            1
+        )  # before there are threads: torch makes its pool anew after a fork, and not under a lock
     for item in items:
         try:
             result = call(item)
