@@ -30,7 +30,7 @@ help: ## list the targets
 test: lint types imports ## all that has to pass before anything lands
 	$(BIN)/pytest $(SHARED_OUT) tests/processes tests/faults tests/device tests/golden tests/face tests/pure tests/ranks
 
-check: lint types imports ## what takes under a minute: style, types, imports, what needs no ranks
+check: lint types imports ## what takes about a minute: style, types, imports, what needs no ranks
 	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
 
 loops: .venv/.test ## all that plain loops do, under every preset, with and without common memory; 200 models on devices

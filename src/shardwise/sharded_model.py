@@ -1,7 +1,7 @@
-"""What turns while a model trains by one plan: hooks, programs, the adopted optimizer, and the step that they take.
+"""A model laid out by one plan, with what trains it: hooks, programs, the adopted optimizer, and the steps they take.
 
 The optimizer's own hooks lead here, so a step is the same whoever asks for it: `engine.step()`, `optimizer.step()`, or
-a loop that knows nothing of engines. Another plan makes another one (`state.reshard`).
+a loop that knows nothing of engines. Another plan makes another `ShardedModel` (`state.reshard`).
 """
 
 from __future__ import annotations
