@@ -14,7 +14,7 @@ from typing import Any
 import forked
 import loops_cells
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
 from loops_page import page
@@ -94,6 +94,7 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
     assert not bad, "\n".join(bad)
 
 
+NUM_ORDERS = 200 if os.environ.get("EVERY_PLACE") else 25
 TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_WHERE_SHARDED)]
 
 
@@ -103,7 +104,9 @@ TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not i
     preset=st.sampled_from(PRESETS),
     shares=st.booleans(),
 )
-@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=NUM_ORDERS, derandomize=True, suppress_health_check=list(HealthCheck))
+@example(names=["written_before_backward", "grad_divided"], preset="zero3", shares=False)
+@example(names=["buffer_registered", "averaged_model_before"], preset="zero1", shares=True)
 def test_in_any_order(names: list[str], preset: str, shares: bool) -> None:
     (verdict,) = raced([((*names, "step", "evaluate"), preset, shares)])
     said = wrong(verdict, tuple(names), preset)
