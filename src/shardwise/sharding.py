@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.mesh import Mesh
 from shardwise.optim import hyperparameters, vet
-from shardwise.placement import Table, mesh_for, table_for, takes_local_size
+from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
@@ -22,6 +22,7 @@ from shardwise.telemetry import ByteMeter
 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
+Boxes = Mapping[nn.Parameter, Box]
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,17 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Design:
-    """What a plan means for one model in one world. Nothing has been changed for it yet."""
+    """What a plan means for one model in one world. Nothing has been changed for it yet.
+
+    `boxes` are this rank's parts of parameters, where there is an axis that cuts or copies them.
+    """
 
     plan: Plan
     mesh: Mesh
     table: Table
     choices: list[UnitChoice] = field(repr=False)
     rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
+    boxes: Boxes = field(repr=False)
 
     def carry_out(self, world: World, device: torch.device, updates: Updates) -> Sharding:
         """Make the flat buffers, to be filled by the caller. All ranks call."""
@@ -58,12 +63,21 @@ class Design:
         collectives = world.collectives(device)
         every = [
             make_unit(each, self.rows, self.mesh, coordinate, meter, device, updates, on_host=collectives.is_host)
-            for each in self.choices
+            for each in (replace(choice, boxes=self.boxes) for choice in self.choices)
         ]
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         return Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter)
+
+
+def boxes_for(model: nn.Module, mesh: Mesh, rank: int) -> Boxes:
+    """The parts that `rank` has of the parameters of `model`; none where no axis cuts or copies any."""
+    axes = mesh.same_params_axes
+    if not axes:
+        return {}
+    copies = mesh.among(rank, axes)
+    return {param: Box.whole(param.shape, len(copies), copies.index(rank)) for param in model.parameters()}
 
 
 def design(model: nn.Module, plan: Plan, world: World) -> Design:
@@ -72,7 +86,9 @@ def design(model: nn.Module, plan: Plan, world: World) -> Design:
     rows = tables_for(model, plan, mesh)
     tables = [row.table.on(mesh) for row in rows.values()]
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
-    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows)
+    return Design(
+        plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes_for(model, mesh, world.rank)
+    )
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
