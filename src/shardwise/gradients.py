@@ -208,7 +208,8 @@ class Gradients:
             piece.zero_()
         else:
             span = flat.slots[index].span.overlap(flat.optim_span).within(flat.slots[index].span)
-            mean = self._agreement.mean(flat, value.detach().reshape(-1).to(piece.dtype))
+            slot = flat.slots[index]
+            mean = self._agreement.mean(flat, value.detach().reshape(-1).to(piece.dtype), slot)
             piece.copy_(mean[span.start : span.stop])
             self._holds_more = True
         flat.grads.note(index, has_one=value is not None)
