@@ -97,7 +97,7 @@ def design(model: nn.Module, plan: Plan, world: World, known: Boxes | None = Non
     rows = tables_for(model, plan, mesh)
     tables = [row.table.on(mesh) for row in rows.values()]
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
-    split = _split(model, plan, mesh, world.rank) if known is None else None
+    split = split_of(model, plan, mesh, world.rank) if known is None else None
     boxes = boxes_for(model, mesh, world.rank, split) if known is None else known
     return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split)
 
@@ -140,7 +140,8 @@ def lay(
     return sharding
 
 
-def _split(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Split | None:
+def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Split | None:
+    """How tensor parallelism cuts `model` for `rank`; `None` if the mesh has no such axis, or one rank along it."""
     if AXIS not in mesh.model_axes:
         return None
     if plan.compile is not None:

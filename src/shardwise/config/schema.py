@@ -50,7 +50,15 @@ UnitRule = Annotated[
 
 
 StyleName = Literal[
-    "column", "column_gathered", "row", "row_scattered", "vocabulary", "embedding_column", "summed", "replicated"
+    "column",
+    "column_gathered",
+    "row",
+    "row_scattered",
+    "vocabulary",
+    "embedding_column",
+    "embedding_heads",
+    "summed",
+    "replicated",
 ]
 """Ways to cut a module: see docs/tensor-parallel.md."""
 
@@ -135,9 +143,7 @@ class TensorParallel(Strict):
     divide: dict[str, Names] = Field(
         default={}, description="by patterns of module names, attributes that count heads or features of what is cut"
     )
-    sequence: bool = Field(
-        default=False, description="between cut modules each rank has its part of the sequence"
-    )
+    sequence: bool = Field(default=False, description="between cut modules each rank has its part of the sequence")
     verify: bool = Field(default=False, description="compare the first batch with the uncut model, module by module")
 
 

@@ -187,7 +187,10 @@ def _embedding_column(split: Split, cut: Cut) -> None:
     _cut_param(split, cut, "weight", 1, shares)
     split.attributes.append((module, "embedding_dim", shares.sizes[split.place]))
     sizes = shares.sizes
-    split.forwards.append((module, lambda line, regions: EmbeddingColumn(module, line, regions, sizes, gathers=True)))
+    gathers = cut.style == "embedding_column"
+    split.forwards.append(
+        (module, lambda line, regions: EmbeddingColumn(module, line, regions, sizes, gathers=gathers))
+    )
 
 
 def _summed(split: Split, cut: Cut) -> None:
@@ -206,6 +209,7 @@ _STYLES: dict[str, Callable[[Split, Cut], None]] = {
     "row_scattered": _row,
     "vocabulary": _vocabulary,
     "embedding_column": _embedding_column,
+    "embedding_heads": _embedding_column,
     "summed": _summed,
 }
 

@@ -83,6 +83,18 @@ TABLES = {
         },
         {"layer.*.attention.self": ("num_attention_heads", "all_head_size")},
     ),
+    "t5": Ready(
+        {
+            "*Attention.[qkv]": COLUMN,
+            "*Attention.o": ROW,
+            "*Attention.relative_attention_bias": TensorRule("embedding_heads"),
+            "*DenseReluDense.wi*": COLUMN,
+            "*DenseReluDense.wo": ROW,
+            "shared": VOCABULARY,
+            "lm_head": VOCABULARY,
+        },
+        {"SelfAttention": ("n_heads", "inner_dim"), "EncDecAttention": ("n_heads", "inner_dim")},
+    ),
 }
 """By `config.model_type`."""
 
@@ -118,4 +130,4 @@ def groups_of(config: Any) -> int | None:
 
 
 def _is_attention(path: str) -> bool:
-    return any("attn" in name or "attention" in name for name in path.split("."))
+    return any(word in path.lower() for word in ("attn", "attention"))
