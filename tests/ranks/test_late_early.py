@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -39,12 +38,13 @@ from shardwise.mesh import Mesh
 from shardwise.program import Action
 from shardwise.runtime import Mover
 from shardwise.testing import InjectedError, run_ranks
+from tests.thorough import drawn
 
 Tensor = torch.Tensor
 GRID = {"node": 2, "local": 2}
 PRESETS = [*PRESETS_2, ("hsdp", 4, GRID), ("hpz", 4, GRID)]
 IDS = [name for name, *_ in PRESETS]
-NUM_MODELS = 200 if os.environ.get("EVERY_PLACE") else 10
+NUM_MODELS = drawn(10, 200)
 Step = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
 
 
@@ -260,7 +260,7 @@ def test_drawn_models_train_as_on_the_host(
 ) -> None:
     """To the bit: sums are made in one order. `test_random_models.py` holds the host to the plain model.
 
-    EVERY_PLACE=1 tries 200 of them.
+    `make thorough` tries 200 of them.
     """
     num_ranks, settings = plan
     if "experts" in sketch.kinds:

@@ -1,13 +1,12 @@
 """Everything that a plain loop does is equal to the plain loop, or refused with a sentence; and the docs say which.
 
 Each action of the matrix runs twice among plain steps, in a forked child: one that crashes or hangs is told as such.
-`make loops` does so in every preset, with memory in common and over messages; `make test` in two of these places for
+`make thorough` does so in every preset, with memory in common and over messages; `make test` in two of these places for
 each action. Then actions follow each other in drawn order.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from hypothesis import strategies as st
 from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
 from loops_page import page
 from loops_verdicts import OPEN, ORDER, REFUSED, REFUSED_WHERE_SHARDED, sentence_of
+
+from tests.thorough import THOROUGH, drawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
@@ -63,9 +64,9 @@ def wrong(verdict: Verdict, names: tuple[str, ...], preset: str) -> str:
 
 
 def places_for(name: str) -> list[tuple[str, bool]]:
-    """Every preset, with and without common memory, where `EVERY_PLACE` is set (`make loops`); else two that differ
+    """Every preset, with and without common memory, in `make thorough`; else two that differ
     in both, by turns."""
-    if os.environ.get("EVERY_PLACE"):
+    if THOROUGH:
         return PLACES
     number = NAMES.index(name)
     first = (PRESETS[number % len(PRESETS)], number % 3 == 0)
@@ -94,7 +95,7 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
     assert not bad, "\n".join(bad)
 
 
-NUM_ORDERS = 200 if os.environ.get("EVERY_PLACE") else 25
+NUM_ORDERS = drawn(25, 200)
 TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_WHERE_SHARDED)]
 
 

@@ -16,6 +16,7 @@ from twins import Course, course_of, mean_losses
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.thorough import drawn
 
 Tensor = torch.Tensor
 WIDTH = 6
@@ -168,10 +169,10 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
     (2, {"preset": "zero3", "prefetch_bytes": 0}),
     (2, {"preset": "zero3", "units": {"min_numel": 40}}),
 ]
-NUM_MODELS = 120
+NUM_MODELS = drawn(40, 300)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @settings(
     max_examples=NUM_MODELS,
     deadline=None,
