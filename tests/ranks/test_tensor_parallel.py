@@ -122,6 +122,28 @@ def test_without_common_memory_and_without_data_axes(preset: str) -> None:
     assert_equal(sharded(Transformer, preset, TENSOR, dp=1, shares_memory=False), plain(seeded(Transformer)))
 
 
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
+def test_sequences_are_cut_between_blocks(preset: str) -> None:
+    asked = {**TENSOR, "sequence": True}
+    assert_equal(sharded(Transformer, preset, asked), plain(seeded(Transformer), 2))
+
+
+def test_sequences_that_cannot_be_dealt_are_refused() -> None:
+    models = [seeded(Transformer) for _ in range(2)]
+    plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            engine(tokens(0)[:, :11])
+
+    with pytest.raises(ModelError, match="2 ranks, which do not divide its length 11"):
+        run_ranks(2, rank)
+    other = {**plan, "tensor": {"plan": {"q": "column", "k": "column", "o": "row"}, "sequence": True}}
+    uneven = [seeded(Uneven) for _ in range(2)]
+    with pytest.raises(ModelError, match=r"tensor.sequence needs one list of blocks"):
+        run_ranks(2, lambda world: sw.shard(uneven[world.rank], other, world=world))
+
+
 def test_frozen_parts() -> None:
     def build() -> nn.Module:
         model = Transformer(tied=False)
@@ -176,6 +198,40 @@ UNEVEN: dict[str, Any] = {
         "head": "vocabulary",
     }
 }
+
+
+class CutLogits(Transformer):
+    """The loss is worked out from logits in parts; some targets do not count."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch) + self.positions.weight[: batch.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        targets = batch[:, 1:].masked_fill(batch[:, 1:] % 7 == 0, -100)
+        return sw.tensor.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), targets.flatten(), self.head)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_logits_in_parts(tp: int) -> None:
+    """On the twin the head is whole, and the same function is torch's own."""
+    asked = {**TENSOR, "plan": {**TENSOR["plan"], "head": "vocabulary_cut"}}
+    assert_equal(sharded(CutLogits, "zero1", asked, dp=1, tp=tp), plain(seeded(CutLogits)))
+
+
+def test_logits_in_parts_are_refused_where_they_are_whole() -> None:
+    models = [seeded(CutLogits) for _ in range(2)]
+    plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": TENSOR}
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            engine(tokens(0))
+
+    with pytest.raises(ModelError, match="cross_entropy\\(\\) got a head whose logits are gathered"):
+        run_ranks(2, rank)
+    asked = {**plan, "tensor": {**TENSOR, "cut_logits": True}}
+    others = [seeded(CutLogits) for _ in range(2)]
+    with pytest.raises(ModelError, match="cut_logits is for causal language models of transformers, and CutLogits is"):
+        run_ranks(2, lambda world: sw.shard(others[world.rank], asked, world=world))
 
 
 def test_recomputed_blocks() -> None:
