@@ -19,7 +19,7 @@ from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
-from shardwise.tensor import AXIS, Generators, Line, Regions, Split, draws, split_for
+from shardwise.tensor import AXIS, Generators, Line, Regions, SameBatch, Split, Verifier, draws, split_for
 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
@@ -132,10 +132,13 @@ def lay(
     values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
     require_elementwise(model, designed, updates)
+    verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     sharding = designed.carry_out(world, values.device, updates)
     values.settle(sharding.units)
     if designed.split is not None:
         carry_out_split(model, designed.split, mesh, world, values.device)
+        if verifier is not None:
+            verifier.watch(model, designed.split, world, peers)
     return sharding
 
 
@@ -154,7 +157,8 @@ def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, de
     line = Line(world.collectives(device), group)
     regions = Regions(line, agree_on_generators(model, mesh, world))
     split.carry_out(line, regions)
-    model.register_forward_pre_hook(lambda *_: regions.forget(), prepend=True)
+    model.register_forward_pre_hook(lambda *_: regions.forget())
+    model.register_forward_pre_hook(SameBatch(line), with_kwargs=True)
 
 
 def agree_on_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:

@@ -26,8 +26,8 @@ def cross_entropy(
 
     `logits` [N, words of this rank] are the output of `head`, a module of the style `vocabulary_cut`; `targets` [N] are
     whole numbers of words, the same on all ranks of the line. Returns a scalar, or [N] with `reduction="none"`, the
-    same on all ranks, worked out in fp32 at least. Each rank sends 3 numbers per row and never a logit. Of a `head` that is
-    not cut the logits are whole, and it is torch's own function, so that a model can use it in either case.
+    same on all ranks, worked out in fp32 at least. Each rank sends 3 numbers per row and never a logit. Of a `head`
+    that is not cut the logits are whole, and it is torch's own function, so that a model can use it in either case.
     """
     forward = head.__dict__.get("forward")
     if not isinstance(forward, Column):

@@ -63,8 +63,8 @@ def head_of(model: nn.Module) -> tuple[str, nn.Module]:
     path = next((path for path, module in model.named_modules() if module is head), None)
     if head is None or path is None or not hasattr(type(model), "loss_function") or not _is_causal(model):
         raise ModelError(
-            f"tensor.cut_logits is for causal language models of transformers, and {type(model).__name__} is none. Give "
-            f"the head the style vocabulary_cut, and call shardwise.tensor.cross_entropy(logits, targets, head) in it."
+            f"tensor.cut_logits is for causal language models of transformers, and {type(model).__name__} is none. "
+            f"Give the head the style vocabulary_cut, and call shardwise.tensor.cross_entropy(logits, targets, head)."
         )
     return path, head
 

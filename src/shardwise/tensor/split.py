@@ -65,6 +65,8 @@ class Split:
     cut_by: dict[nn.Parameter, str] = field(default_factory=dict)
     """The module that cuts each parameter, for sentences."""
 
+    outputs: dict[str, Shares] = field(default_factory=dict)
+    """By module, how what it returns is dealt."""
     blocks: str = ""
     """With `tensor.sequence`, the list of the blocks between which a sequence is cut."""
 
@@ -222,6 +224,8 @@ def _column(split: Split, cut: Cut) -> None:
         raise ModelError(
             f"{cut.path} is of {cut.parts} parts, or has heads for some ranks only; its style must be column."
         )
+    if not gathers:
+        split.outputs[cut.path] = shares
     _cut_param(split, cut, "weight", out_dim, shares)
     _cut_param(split, cut, "bias", 0, shares)
     shared = Shared(out_dim, [own[0] for own in shares.ranges], shares.size) if shares.copies > 1 else None
