@@ -17,6 +17,7 @@ from torch import nn
 from shardwise.cli.explanation import UnitSize
 from shardwise.comm import Group
 from shardwise.config import Plan
+from shardwise.devices import TorchAccelerator
 from shardwise.errors import ModelError, nearest
 from shardwise.mesh import Mesh
 from shardwise.optim import hidden_matrices
@@ -75,7 +76,8 @@ def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh
 
 def _device() -> torch.device:
     """Where a job on this machine would compute."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = TorchAccelerator.found()
+    return torch.device(found.kind if found is not None else "cpu")
 
 
 def _updates(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:
