@@ -130,6 +130,14 @@ class Engine(EngineState):
         return self._sharded.mesh
 
     @property
+    def data_ranks(self) -> tuple[int, int]:
+        """Which share of every batch this rank reads, and of how many: `sw.data.Loader(..., world=engine.data_ranks)`.
+
+        Ranks along a model axis of the mesh share in one batch, and read the same.
+        """
+        return self.mesh.data_place(self.world.rank)
+
+    @property
     def table(self) -> Table:
         """Where the four kinds of tensor live; rules of the plan may except some parameters."""
         return self._sharded.table

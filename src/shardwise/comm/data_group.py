@@ -1,4 +1,4 @@
-"""The data-parallel group of a rank: who trains the same part of the model with other batches."""
+"""The data-parallel group of a rank: who trains the same part of the model, with other batches or other tokens."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Exchange(Protocol):
 
 
 class DataGroup:
-    """The ranks along the data axes of a mesh. What has to be the same for all who hold the same part of the model,
+    """The ranks along the replica axes of a mesh. What has to be the same for all who hold the same part of the model,
     or is done by one for all of them, is theirs to agree on: first values, buffers, the order of a backward.
 
     Without model axes in the mesh they are all ranks of the world.
     """
 
     def __init__(self, world: World, mesh: Mesh) -> None:
-        ranks = mesh.among(world.rank, mesh.data_axes)
+        ranks = mesh.among(world.rank, mesh.replica_axes)
         self._world = world
         self.group = world.everybody
         self.exchange: Exchange = world.exchange
         """Everybody's message, by place in the group. All of it call, with the same `subject`; blocks."""
         if len(ranks) < world.size:
-            self.group = Group("+".join(mesh.data_axes), ranks, ranks.index(world.rank))
+            self.group = Group("+".join(mesh.replica_axes), ranks, ranks.index(world.rank))
             self.exchange = partial(_exchange, world, self.group)
 
     @property
