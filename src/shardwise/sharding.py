@@ -12,11 +12,12 @@ from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.errors import ConfigError
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
-from shardwise.mesh import Mesh
+from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, vet
 from shardwise.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime import check_backend
+from shardwise.sequence import check_model as check_sequence
 from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
 
@@ -71,6 +72,8 @@ def design(model: nn.Module, plan: Plan, world: World) -> Design:
     mesh = mesh_for(plan, world.size, world.local_size)
     rows = tables_for(model, plan, mesh)
     tables = [row.table.on(mesh) for row in rows.values()]
+    if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
+        check_sequence(model, plan)
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
     return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows)
 

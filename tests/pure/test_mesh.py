@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 
-AXES = st.dictionaries(st.sampled_from(["dp", "tp", "pp", "sp", "node", "local"]), st.integers(1, 5), min_size=1, max_size=4)
+NAMES = ["dp", "tp", "pp", "sp", "node", "local"]
+AXES = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 5), min_size=1, max_size=4)
 MESHES = AXES.map(lambda axes: Mesh(tuple(axes), tuple(axes.values())))
 
 

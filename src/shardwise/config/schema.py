@@ -87,6 +87,15 @@ class Rule(Strict):
     rows: Rows = Field(default=Rows(), description="changes to the plan's table")
 
 
+class Sequence(Strict):
+    """How ranks along `sp` share in the tokens of a batch."""
+
+    attention: Literal["auto", "ulysses", "ring"] = Field(
+        default="auto",
+        description="ulysses exchanges tokens for heads, ring passes keys round; auto: ulysses where heads divide",
+    )
+
+
 class LossScale(Strict):
     """What the loss is multiplied by in fp16, so that small gradients do not become zero.
 
@@ -118,6 +127,7 @@ class Plan(Strict):
     )
     wire: Wire = Field(default=Wire(), description="what travels")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
+    sequence: Sequence = Field(default=Sequence(), description="for a mesh with sp only")
     units: Literal["auto"] | Names | UnitRule = Field(
         default="auto",
         description="what is gathered together: auto (the repeated block class), a list of module names "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.config import PlaceEdit, Plan, Rows, Rule
 from shardwise.errors import ConfigError, PlacementError, nearest
-from shardwise.mesh import MODEL_AXES, Mesh
+from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
 from shardwise.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.placement.table import Table
 
@@ -89,7 +89,7 @@ def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh
         return Mesh.of({axes[0]: -1, **dict.fromkeys(axes[1:-1], 1), axes[-1]: local}, world_size)
     sizes = plan.mesh or {axes[-1]: -1}
     for axis in sizes:
-        if axis in MODEL_AXES and sizes[axis] != 1:
+        if axis in MODEL_AXES and axis != SEQUENCE_AXIS and sizes[axis] != 1:
             raise ConfigError(
                 f"The plan's mesh has the axis {axis!r}, which means {MODEL_AXES[axis]}. This version has none, and "
                 f"would only shard over it. Leave {axis!r} out, or give an axis over which to shard another name."

@@ -15,8 +15,8 @@ from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Ti
 class Table:
     """Where the four kinds of tensor of one model (or of some of its parameters) live.
 
-    `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype in which forward
-    and backward run, `wire` the dtype in which gradients travel, `step` the tier of the update.
+    `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype
+    in which forward and backward run, `wire` the dtype in which gradients travel, `step` the tier of the update.
     """
 
     axes: Axes
