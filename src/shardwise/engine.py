@@ -224,6 +224,8 @@ class Engine(EngineState):
         with `num_items_in_batch` so that the mean of the ranks' losses is that of the whole sample). Where tokens do
         not divide, a dict is padded behind.
 
+        A model of transformers that is called with a whole batch splits it by itself, in this way.
+
         Without an axis `sp` in the mesh the batch comes back as it is. Raises `ConfigError` for a batch that is
         not the same on all ranks that share in it, or that cannot be cut.
         """

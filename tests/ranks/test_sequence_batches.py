@@ -135,7 +135,7 @@ def test_ranks_with_other_samples_are_told() -> None:
             engine.split_sequence(batch)
         assert str(caught.value) == (
             "Ranks 0 and 1 share in one sequence (axis 'sp'), but gave engine.split_sequence other samples: input_ids, "
-            "labels differ. Give both the same whole batch: deal batches out by engine.data_ranks."
+            "labels differ. Give both the same whole batch: deal batches out by engine.data_ranks, and split each once."
         )
 
     on_two(work)
@@ -295,11 +295,42 @@ def test_recomputing_the_forward_of_an_earlier_batch_is_refused() -> None:
         for _ in range(2):  # one after the other they go
             for documents in (one, other):
                 engine(*engine.split_sequence(tensors, documents=documents)).sum().backward()
+        loss = engine(*engine.split_sequence(tensors, documents=one)).sum()
+        with torch.no_grad():
+            engine(*engine.split_sequence(tensors, documents=other))
+        loss.backward()
         losses = [engine(*engine.split_sequence(tensors, documents=documents)).sum() for documents in (one, other)]
         with pytest.raises(StateError, match="nobody knows which of them it is of"):
             losses[0].backward()
 
     on_two(work, lambda: Gpt(recomputes=True))
+
+
+def test_batches_may_be_split_before_others_are_computed() -> None:
+    """What the model is called with tells which one it is; where that is something else, they may not differ."""
+    one, other = (torch.tensor([[0] * cut + [1] * (TOKENS - cut)]) for cut in (3, 9))
+
+    def work(engine: sw.Engine) -> None:
+        batch = batches(1, rows=1)[0]
+        tensors = batch["input_ids"], batch["position_ids"]
+        with torch.no_grad():
+            alone = [engine(*engine.split_sequence(tensors, documents=documents)) for documents in (one, other)]
+            split = [engine.split_sequence(tensors, documents=documents) for documents in (one, other)]
+            for expected, (tokens, positions) in zip(alone, split, strict=True):
+                assert torch.equal(engine(tokens, positions), expected)
+            assert not torch.equal(*alone)
+            with pytest.raises(StateError, match=r"tensors that engine\.split_sequence has not given out"):
+                engine(tokens.clone(), positions.clone())
+            del split, tokens, positions
+            tokens, positions = engine.split_sequence(tensors, documents=other)
+            assert torch.equal(engine(tokens.clone(), positions.clone()), alone[1])
+
+    on_two(work, lambda: seeded(Gpt))
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
 
 
 def test_after_close_and_reshard_the_model_computes_by_itself() -> None:

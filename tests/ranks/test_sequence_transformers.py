@@ -9,6 +9,7 @@ import torch
 from sequences import TOKENS, Batch, assert_same, split_run, whole_run
 from small_transformers import VOCAB, gpt2, library, llama
 from torch import nn
+from twins import adamw
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -64,6 +65,33 @@ def test_with_padding_recomputing_and_tokens_that_do_not_divide(attention: str) 
         batch["labels"][1, 9:] = IGNORED
     run = split_run(model, data, "zero2", {"sp": 4}, sequence={"attention": attention}, loss_of=own_loss)
     assert_same(run, whole_run(model, data, loss_of=own_loss))
+
+
+def test_a_plain_loop_gives_whole_batches() -> None:
+    """Neither the model nor the loop knows; tokens by position or by name."""
+    model, data = built(llama), batches(2)
+    twin = whole_run(model, data, loss_of=own_loss)
+    replicas = [built(llama) for _ in range(4)]
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, torch.Tensor]]:
+        replica, losses = replicas[world.rank], []
+        optimizer = adamw(replica)
+        plan = {"preset": "zero3", "mesh": {"dp": 2, "sp": 2}}
+        with sw.shard(replica, plan, optimizer=optimizer, world=world) as engine:
+            share, num_shares = engine.data_ranks
+            for batch in data:
+                mine = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
+                loss = replica(mine["input_ids"], labels=mine["labels"]).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(engine.mean(loss.item()))
+            return losses, {name: value.clone() for name, value in engine.state_dict().items()}
+
+    for losses, params in run_ranks(4, rank):
+        assert losses == pytest.approx(twin.losses, rel=1e-5)
+        for name, value in twin.params.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])

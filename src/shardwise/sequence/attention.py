@@ -85,15 +85,13 @@ class Attention:
         return out
 
     def _sample_of(self, query: Tensor, key: Tensor, *, recomputed: bool) -> Sample:
-        sample = self.sample
+        sample = self._recomputed() if recomputed else self.sample
         if sample is None:
             raise StateError(
                 f"This model's sequences are split over the {self.line.num_ranks} ranks of axis {self.line.axis!r}, "
                 f"but no batch was. Call batch = engine.split_sequence(batch) before the forward."
             )
-        if recomputed:
-            self._check_recomputed()
-        elif self.will_go_back:
+        if self.will_go_back and not recomputed:
             self._note(sample)
         if not query.shape[-2] == key.shape[-2] == sample.layout.num_local:
             raise ModelError(
@@ -112,13 +110,14 @@ class Attention:
     def _note_backward(self, _: Tensor) -> None:
         self._has_gone_back = True
 
-    def _check_recomputed(self) -> None:
-        """A forward that is run again in a backward has to be that of the batch that was split last."""
+    def _recomputed(self) -> Sample | None:
+        """Of the forward that is run again in a backward; whose it is nobody says, so there may be one kind only."""
         if len(self._waiting) > 1:
             raise StateError(
                 "A forward is recomputed in a backward, after batches of other lengths, documents or padding were "
                 "split, and nobody knows which of them it is of. Send each batch back before the next is split."
             )
+        return self._waiting[0] if self._waiting else self.sample
 
 
 def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -39,6 +39,7 @@ class Splitter:
         """Whether it works its loss out in a way that tokens of one rank do not allow for."""
         self._numbers = is_pretrained and (takes_any or "position_ids" in parameters)
         self._name = type(model).__name__
+        self._signature = inspect.signature(model.forward)
 
     def split(self, batch: Any, documents: Tensor | None) -> tuple[Any, Sample]:
         """This rank's part of `batch`, as `Engine.split_sequence` has it, and what attention has to know of the whole.
@@ -57,6 +58,17 @@ class Splitter:
             f"engine.split_sequence takes a tensor [batch, tokens, ...], a list or tuple of such, or a dict with "
             f"input_ids, not a {type(batch).__name__}."
         )
+
+    def whole_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """What the model is called with, by name, if that is a batch of transformers' kind."""
+        called = {**self._signature.bind_partial(*args, **kwargs).arguments}
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                called |= called.pop(name, {})
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and called.pop(name, ()):
+                return None
+        called = {name: value for name, value in called.items() if value is not None}
+        return called if "input_ids" in called or "inputs_embeds" in called else None
 
     # -- tensors without names --------------------------------------------------------------------------
 
@@ -173,7 +185,7 @@ class Splitter:
         raise ConfigError(
             f"Ranks {self._line.ranks[0]} and {self._line.ranks[other]} share in one sequence (axis "
             f"{self._line.axis!r}), but gave engine.split_sequence other samples: {', '.join(names)} differ. Give both "
-            f"the same whole batch: deal batches out by engine.data_ranks."
+            f"the same whole batch: deal batches out by engine.data_ranks, and split each once."
         )
 
 

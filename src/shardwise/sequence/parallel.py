@@ -9,6 +9,8 @@ generator as it was inside, because torch's checkpointing keeps its state.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,17 +20,20 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.config import Plan
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, StateError
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.runtime import in_backward
+from shardwise.runtime.hooks import tensors_in
 from shardwise.sequence import hugging_face
-from shardwise.sequence.attention import Attention
+from shardwise.sequence.attention import Attention, Sample
 from shardwise.sequence.batch import Splitter
 from shardwise.sequence.check import is_ring
 from shardwise.sequence.line import Line
 from shardwise.sequence.routing import Routing
 
 Tensor = torch.Tensor
+_NUM_REMEMBERED = 128
+"""Of so many tensors it is known which batch they are of."""
 
 
 class SequenceParallel:
@@ -53,6 +58,9 @@ class SequenceParallel:
             after = module.register_forward_hook(self._after, always_call=True)
             self._hooks.callback(before.remove)
             self._hooks.callback(after.remove)
+        self._given = _Given()
+        finds = model.register_forward_pre_hook(self._find_sample, prepend=True, with_kwargs=True)
+        self._hooks.callback(finds.remove)
         self._put_back = hugging_face.route(model, self.attention)
 
     def close(self) -> None:
@@ -62,7 +70,9 @@ class SequenceParallel:
 
     def split(self, batch: Any, documents: Tensor | None) -> Any:
         """See `Engine.split_sequence`."""
-        part, self.attention.sample = self._splitter.split(batch, documents)
+        part, sample = self._splitter.split(batch, documents)
+        self._given.note(part, batch, sample)
+        self.attention.sample = sample
         return part
 
     def mean_over_tokens(self, values: Tensor, counted: Tensor | None) -> Tensor:
@@ -94,6 +104,22 @@ class SequenceParallel:
         running.stack = ExitStack()
         self._enter(running.stack, module)
 
+    def _find_sample(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Whose tokens the model is called with. A model of transformers that is given a whole batch gets its part."""
+        if self._is_suspended or in_backward():
+            return None
+        sample = self._given.sample_of((args, kwargs))
+        if sample is not None:
+            self.attention.sample = sample
+            return None
+        called = self._splitter.whole_call(args, kwargs) if self._numbering is None else None
+        if called is not None:
+            return (), self.split(called, None)
+        self._given.require_one()
+        return None
+
     def _after(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002  # of a hook
         running = self._running
         running.depth = max(0, running.depth - 1)
@@ -119,6 +145,37 @@ class SequenceParallel:
                 f"{type(self._model).__name__} computed a forward without any attention that could be split over "
                 f"{self._line.axis!r}: neither torch.nn.functional.scaled_dot_product_attention nor transformers' "
                 f"AttentionInterface was called. Use one of them, or leave {self._line.axis} out of the mesh."
+            )
+
+
+class _Given:
+    """The tensors that were given out, as long as they live, and the samples that they are of."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[weakref.ref[Tensor], Sample]] = deque(maxlen=_NUM_REMEMBERED)
+
+    def note(self, part: Any, batch: Any, sample: Sample) -> None:
+        """What is in `part` and was not in `batch`, from which others may be made too."""
+        whole = {id(tensor) for tensor in tensors_in(batch)}
+        cut = [tensor for tensor in tensors_in(part) if id(tensor) not in whole]
+        self._recent.extend((weakref.ref(tensor), sample) for tensor in cut)
+
+    def sample_of(self, inputs: object) -> Sample | None:
+        """That of the first tensor in `inputs` that was given out."""
+        for tensor in tensors_in(inputs):
+            for given, sample in reversed(self._recent):
+                if given() is tensor:
+                    return sample
+        return None
+
+    def require_one(self) -> None:
+        """Raise `StateError` if it is not known which batch something is of that was made of one."""
+        alive = [sample for given, sample in self._recent if given() is not None]
+        if any(not sample.goes_with(alive[-1]) for sample in alive):
+            raise StateError(
+                "The model is called with tensors that engine.split_sequence has not given out, and the batches that "
+                "it has split differ in length, documents or padding. Call the model with what it gave out, or split "
+                "each batch right before its forward."
             )
 
 
