@@ -24,10 +24,12 @@ TOKENS = 16
 class Gpt(nn.Module):
     """Learned positions, blocks, a tied head. Recomputes its blocks if asked."""
 
-    def __init__(self, *, num_blocks: int = 2, recomputes: bool = False, reentrant: bool = False) -> None:
+    def __init__(
+        self, *, num_blocks: int = 2, recomputes: bool = False, reentrant: bool = False, tokens: int = TOKENS
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.positions = nn.Embedding(TOKENS, WIDTH)
+        self.positions = nn.Embedding(tokens, WIDTH)
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
