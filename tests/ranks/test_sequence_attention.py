@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.comm import Group
 from shardwise.errors import ModelError
 from shardwise.mesh import Mesh
-from shardwise.sequence import Layout, Visibility, blocks, ring_attention, ulysses, ulysses_attention
+from shardwise.sequence import Layout, Visibility, Weighing, blocks, ring_attention, ulysses, ulysses_attention
 from shardwise.sequence.line import Line
 from shardwise.testing import run_ranks
 
@@ -29,9 +29,10 @@ def inputs(num_heads: int, num_kv_heads: int, dtype: torch.dtype = torch.float32
     return [torch.randn(BATCH, heads, TOKENS, dim, generator=numbers).to(dtype) for heads, dim in shapes]
 
 
-def plain(visibility: Visibility, query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> list[Tensor]:
+def plain(visibility: Visibility, *tensors: Tensor, softcap: float | None = None) -> list[Tensor]:
     """Scores, mask and softmax, written out; the output and the gradients."""
-    query, key, value = (tensor.clone().requires_grad_() for tensor in (query, key, value))
+    *inside, grad = tensors
+    query, key, value = (tensor.clone().requires_grad_() for tensor in inside)
     repeats = query.shape[1] // key.shape[1]
     keys, values = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     at = torch.arange(TOKENS)
@@ -45,19 +46,22 @@ def plain(visibility: Visibility, query: Tensor, key: Tensor, value: Tensor, gra
     if visibility.kept is not None:
         seen = seen & visibility.kept[:, None]
     seen = seen | torch.eye(TOKENS, dtype=torch.bool)
-    scores = (query @ keys.transpose(-1, -2) / DIM**0.5).masked_fill(~seen[:, None], -torch.inf)
-    out = scores.softmax(-1) @ values
+    scores = query @ keys.transpose(-1, -2) / DIM**0.5
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    out = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ values
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad)]
 
 
-def split(world: sw.World, kind: str, visibility: Visibility, *tensors: Tensor) -> list[Tensor]:
+def split(
+    world: sw.World, kind: str, visibility: Visibility, *tensors: Tensor, softcap: float | None = None
+) -> list[Tensor]:
     """This rank's part of the same."""
     line = Line(world.collectives(torch.device("cpu")), Group("sp", tuple(range(world.size)), world.rank))
     layout = Layout(TOKENS, world.size, kind == "zigzag")
     *mine, grad = (layout.take(tensor, world.rank, 2) for tensor in tensors)
     query, key, value = (tensor.requires_grad_() for tensor in mine)
     attention = ulysses_attention if kind == "ulysses" else ring_attention
-    out = attention(query, key, value, layout, line, visibility, DIM**-0.5)
+    out = attention(query, key, value, layout, line, visibility, Weighing(DIM**-0.5, softcap))
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad)]
 
 
@@ -97,6 +101,17 @@ def test_is_that_of_the_whole_sequence(
     )
     for name, one, other in zip(("out", "query", "key", "value"), joined(by_rank, kind), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, msg=lambda text, of=name: f"{of}: {text}")
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring", "zigzag"])
+def test_scores_may_be_capped(kind: str) -> None:
+    tensors = inputs(4, 2)
+    for seen in ("causal", "everything"):
+        expected = plain(SEEN[seen], *tensors, softcap=0.7)
+        assert (expected[0] - plain(SEEN[seen], *tensors)[0]).abs().max() > 0.1
+        by_rank = run_ranks(2, lambda world: split(world, kind, SEEN[seen], *tensors, softcap=0.7))  # noqa: B023
+        for one, other in zip(joined(by_rank, kind), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["ulysses", "ring", "zigzag"])

@@ -28,6 +28,33 @@ def mistral() -> nn.Module:
     return library().MistralForCausalLM(library().MistralConfig(**sizes, **heads))
 
 
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def qwen3() -> nn.Module:
+    return library().Qwen3ForCausalLM(library().Qwen3Config(**SIZES, **HEADS, head_dim=8))
+
+
+def phi3() -> nn.Module:
+    return library().Phi3ForCausalLM(library().Phi3Config(**SIZES, **HEADS, pad_token_id=0))
+
+
+def opt() -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "dropout": 0.0}
+    return library().OPTForCausalLM(library().OPTConfig(**sizes, num_attention_heads=4, word_embed_proj_dim=32))
+
+
+def gemma2() -> nn.Module:
+    """Scores are capped, which only its eager attention does; every other layer has a window."""
+    settings = {"head_dim": 8, "attn_logit_softcapping": 0.5, "sliding_window": 5, "attn_implementation": "eager"}
+    return library().Gemma2ForCausalLM(library().Gemma2Config(**SIZES, **HEADS, **settings))
+
+
+def mixtral(**settings: Any) -> nn.Module:
+    return library().MixtralForCausalLM(library().MixtralConfig(**SIZES, **HEADS, num_local_experts=4, **settings))
+
+
 def batches(num_steps: int, *, tokens: int = TOKENS) -> list[Batch]:
     """With labels that do not count, more of them at the end."""
     numbers = torch.Generator().manual_seed(5)
@@ -65,6 +92,16 @@ def test_with_padding_recomputing_and_tokens_that_do_not_divide(attention: str) 
         batch["labels"][1, 9:] = IGNORED
     run = split_run(model, data, "zero2", {"sp": 4}, sequence={"attention": attention}, loss_of=own_loss)
     assert_same(run, whole_run(model, data, loss_of=own_loss))
+
+
+@pytest.mark.parametrize("build", [qwen3, phi3, opt, gemma2, mixtral])
+def test_other_models(build: Any) -> None:
+    """Heads normalised by themselves, fused projections, learned positions, capped scores, experts."""
+    model, data = built(build), batches(1)
+    twin = whole_run(model, data, loss_of=own_loss)
+    for attention in ("ulysses", "ring"):
+        run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
+        assert_same(run, twin)
 
 
 def test_a_plain_loop_gives_whole_batches() -> None:
@@ -140,11 +177,6 @@ def test_generates_and_is_left_as_it_was() -> None:
 
 
 def test_what_cannot_be_split_is_refused() -> None:
-    def gemma() -> nn.Module:
-        sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-        return library().Gemma2ForCausalLM(library().Gemma2Config(**sizes, **heads))
-
     def bert() -> nn.Module:
         sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
         return library().BertForMaskedLM(library().BertConfig(**sizes, num_attention_heads=4))
@@ -153,7 +185,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         return library().T5ForConditionalGeneration(library().T5Config(vocab_size=VOCAB, d_model=32, num_layers=1))
 
     cases: list[tuple[Any, str]] = [
-        (gemma, "Gemma2Attention asks for softcap in its attention"),
+        (lambda: mixtral(output_router_logits=True), "MixtralForCausalLM adds a loss that balances its experts"),
         (bert, "BertForMaskedLM is no causal language model that takes shift_labels"),
         (t5, "T5ForConditionalGeneration .* Leave sp out of the mesh"),
     ]

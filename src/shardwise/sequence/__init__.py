@@ -1,5 +1,6 @@
 """Sequence parallelism: the tokens of a sample over the ranks of a line; Ulysses and ring attention."""
 
+from shardwise.sequence.blocks import Weighing
 from shardwise.sequence.check import check_model
 from shardwise.sequence.layout import Layout
 from shardwise.sequence.parallel import SequenceParallel
@@ -11,6 +12,7 @@ __all__ = [
     "Layout",
     "SequenceParallel",
     "Visibility",
+    "Weighing",
     "check_model",
     "ring_attention",
     "ulysses_attention",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.errors import ModelError, StateError
+from shardwise.sequence.blocks import Weighing
 from shardwise.sequence.layout import Layout
 from shardwise.sequence.line import Line
 from shardwise.sequence.ring import ring_attention
@@ -57,6 +58,7 @@ class Attention:
         scale: float | None = None,
         dropout: float = 0.0,
         window: int | None = None,
+        softcap: float | None = None,
         recomputed: bool = False,
     ) -> Tensor:
         """Like `scaled_dot_product_attention` over the whole sequence, for this rank's tokens.
@@ -65,7 +67,7 @@ class Attention:
         """
         sample = self._sample_of(query, key, recomputed=recomputed)
         self.num_calls += 1
-        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        weighing = Weighing(1 / math.sqrt(query.shape[-1]) if scale is None else scale, softcap)
         query, key, value = _in_one_dtype(query, key, value)
         if query.shape[1] % key.shape[1]:
             raise ModelError(f"{query.shape[1]} heads of queries do not divide among {key.shape[1]} heads of keys.")
@@ -77,9 +79,9 @@ class Attention:
             )
         with torch._C.DisableTorchFunction():  # what is computed here is not to be led here again
             if self.is_ring:
-                out = ring_attention(query, key, value, sample.layout, self.line, visibility, scale)
+                out = ring_attention(query, key, value, sample.layout, self.line, visibility, weighing)
             else:
-                out = ulysses_attention(query, key, value, sample.layout, self.line, visibility, scale, dropout)
+                out = ulysses_attention(query, key, value, sample.layout, self.line, visibility, weighing, dropout)
         if out.requires_grad:
             out.register_hook(self._note_backward)  # type: ignore[no-untyped-call]  # torch's own
         return out

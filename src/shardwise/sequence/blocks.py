@@ -29,6 +29,23 @@ class Tile(NamedTuple):
     keys: Run
 
 
+class Weighing(NamedTuple):
+    """How products of queries and keys become scores: times `scale`, then bent so that none passes `softcap`."""
+
+    scale: float
+    softcap: float | None = None
+
+
+class Scores(NamedTuple):
+    """Scores `[batch, kv heads, rows, keys]`, the scaled queries and the keys that they are of, and how much of a
+    gradient goes back through a cap."""
+
+    scores: Tensor
+    queries: Tensor
+    keys: Tensor
+    slope: Tensor | None
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """In which dtype sums are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -58,8 +75,9 @@ class Queries:
     Rows are queries of one head of keys, `[batch, num_kv_heads, heads per kv head, tokens, ...]`.
     """
 
-    def __init__(self, query: Tensor, num_kv_heads: int, scale: float, value_dim: int) -> None:
-        self.scale = scale
+    def __init__(self, query: Tensor, num_kv_heads: int, weighing: Weighing, value_dim: int) -> None:
+        self.scale = weighing.scale
+        self.softcap = weighing.softcap
         self.dtype = wide(query.dtype)
         self.query = _by_kv_head(query, num_kv_heads)
         rows = self.query.shape[:-1]
@@ -67,23 +85,27 @@ class Queries:
         self._weight = query.new_zeros(rows, dtype=self.dtype)
         self._sum = query.new_zeros((*rows, value_dim), dtype=self.dtype)
 
-    def scores(self, tile: Tile, key: Tensor, visibility: Visibility) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one tile: `[batch, kv heads, rows, keys]`, the scaled queries and the keys that they are of."""
+    def scores(self, tile: Tile, key: Tensor, visibility: Visibility) -> Scores:
+        """Of one tile."""
         query = self.query[:, :, :, tile.query_at].to(self.dtype).flatten(2, 3) * self.scale
         keys = key[:, :, tile.key_at].to(self.dtype)
-        scores = query @ keys.transpose(-1, -2)
+        scores, slope = query @ keys.transpose(-1, -2), None
+        if self.softcap is not None:
+            bent = scores.div_(self.softcap).tanh_()
+            slope = 1 - bent.square()
+            scores = bent.mul_(self.softcap)
         mask = visibility.mask(tile.queries, tile.keys, scores.device)
         if mask is not None:
             by_head = scores.view(*scores.shape[:2], -1, tile.queries.numel, tile.keys.numel)
             by_head.masked_fill_(~mask[:, :, None], -torch.inf)
-        return scores, query, keys
+        return Scores(scores, query, keys, slope)
 
     def attend(
         self, key: Tensor, value: Tensor, query_runs: Sequence[Run], key_runs: Sequence[Run], visibility: Visibility
     ) -> None:
         """See these keys, `[batch, kv heads, tokens, dim]`, too."""
         for tile in tiles(query_runs, key_runs, visibility):
-            scores, _, _ = self.scores(tile, key, visibility)
+            scores = self.scores(tile, key, visibility).scores
             values = value[:, :, tile.key_at].to(self.dtype)
             before = self._largest[:, :, :, tile.query_at].flatten(2, 3)
             largest = torch.maximum(before, scores.amax(-1))
@@ -131,13 +153,15 @@ class Gradients:
         """
         queries, (grad_key, grad_value) = self._queries, grads
         for tile in tiles(*runs, visibility):
-            scores, query, keys = queries.scores(tile, key, visibility)
+            scores, query, keys, slope = queries.scores(tile, key, visibility)
             values = value[:, :, tile.key_at].to(queries.dtype)
             grad_out = self._grad_out[:, :, :, tile.query_at].to(queries.dtype).flatten(2, 3)
             weights = scores.sub_(self._log_sum[:, :, :, tile.query_at].flatten(2, 3)[..., None]).exp_()
             grad_value[:, :, tile.key_at] += weights.transpose(-1, -2) @ grad_out
             grad_scores = grad_out @ values.transpose(-1, -2)
             grad_scores.sub_(self._delta[:, :, :, tile.query_at].flatten(2, 3)[..., None]).mul_(weights)
+            if slope is not None:
+                grad_scores.mul_(slope)
             grad_key[:, :, tile.key_at] += grad_scores.transpose(-1, -2) @ query
             grad_query = (grad_scores @ keys).mul_(queries.scale)
             mine = self.query[:, :, :, tile.query_at]

@@ -22,7 +22,7 @@ from shardwise.sequence.attention import Attention
 Tensor = torch.Tensor
 NAME = "shardwise_sequence"
 _KNOWN_LAYERS = ("full_attention", "sliding_attention")
-_UNKNOWN = ("softcap", "s_aux", "position_bias")
+_UNKNOWN = ("s_aux", "position_bias")
 
 _ATTENTIONS: weakref.WeakKeyDictionary[nn.Module, Attention] = weakref.WeakKeyDictionary()
 """By the module that computes it: transformers calls one function for all models of the process."""
@@ -49,6 +49,11 @@ def check(model: nn.Module) -> None:
             raise ModelError(
                 f"{name} is an encoder and a decoder, whose sequences have lengths of their own; only one sequence can "
                 f"be split. Leave sp out of the mesh."
+            )
+        if getattr(config, "output_router_logits", False):
+            raise ModelError(
+                f"{name} adds a loss that balances its experts, over all tokens of a batch, to its own; over sp a rank "
+                f"has some of them only. Set output_router_logits=False in its configuration."
             )
         others = set(getattr(config, "layer_types", None) or ()) - set(_KNOWN_LAYERS)
         if others:
@@ -106,6 +111,7 @@ def _attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: `[batch, heads, tokens, dim]` in, `[batch, tokens, heads, dim]` out."""
@@ -121,6 +127,7 @@ def _attention_forward(
         scale=scaling,
         dropout=dropout,
         window=sliding_window,
+        softcap=softcap,
         recomputed=in_backward(),
     )
     return out.transpose(1, 2).contiguous(), None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from shardwise.sequence.blocks import Gradients, Queries, wide
+from shardwise.sequence.blocks import Gradients, Queries, Weighing, wide
 from shardwise.sequence.layout import Layout, Run
 from shardwise.sequence.line import Line, Passing
 from shardwise.sequence.visibility import Visibility
@@ -22,14 +22,20 @@ Tensor = torch.Tensor
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, line: Line | None, visibility: Visibility, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    line: Line | None,
+    visibility: Visibility,
+    weighing: Weighing,
 ) -> Tensor:
     """Attention of this rank's tokens to those of the whole line. All ranks of the line call.
 
     `query` is `[batch, heads, local tokens, dim]`, keys and values have as many heads or a divisor of that. Without a
     line all tokens are here. The output is as the query, with the dimension of the values.
     """
-    out: Tensor = _RingAttention.apply(query, key, value, layout, line, visibility, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _RingAttention.apply(query, key, value, layout, line, visibility, weighing)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -43,10 +49,10 @@ class _RingAttention(torch.autograd.Function):
         layout: Layout,
         line: Line | None,
         visibility: Visibility,
-        scale: float,
+        weighing: Weighing,
     ) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
-            queries = Queries(query, key.shape[1], scale, value.shape[-1])
+            queries = Queries(query, key.shape[1], weighing, value.shape[-1])
             ring = _Ring(layout, line)
             travelling = _packed(key, value)
             for step in range(ring.num_ranks):
@@ -57,16 +63,16 @@ class _RingAttention(torch.autograd.Function):
             summed, log_sum = queries.result()
             out = summed.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, log_sum)
-        ctx.rest = layout, line, visibility, scale
+        ctx.rest = layout, line, visibility, weighing
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum = ctx.saved_tensors
-        layout, line, visibility, scale = ctx.rest
+        layout, line, visibility, weighing = ctx.rest
         with torch.autocast(query.device.type, enabled=False):
-            queries = Queries(query, key.shape[1], scale, value.shape[-1])
+            queries = Queries(query, key.shape[1], weighing, value.shape[-1])
             gradients = Gradients(queries, out, log_sum, grad_out)
             ring = _Ring(layout, line)
             travelling = _packed(key, value)

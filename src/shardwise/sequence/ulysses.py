@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shardwise.errors import ModelError
+from shardwise.sequence.blocks import Weighing
 from shardwise.sequence.layout import Layout
 from shardwise.sequence.line import Line
 from shardwise.sequence.ring import ring_attention
@@ -32,7 +33,7 @@ def ulysses_attention(
     layout: Layout,
     line: Line,
     visibility: Visibility,
-    scale: float,
+    weighing: Weighing,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of this rank's tokens to those of the whole line. All ranks of the line call.
@@ -52,35 +53,39 @@ def ulysses_attention(
     if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     query, key, value = _ToHeads.apply(line, layout, query, key, value)  # type: ignore[no-untyped-call]
-    out = whole_attention(query, key, value, visibility, scale, dropout)
+    out = whole_attention(query, key, value, visibility, weighing, dropout)
     (out,) = _ToTokens.apply(line, layout, out)  # type: ignore[no-untyped-call]
     result: Tensor = out
     return result
 
 
 def whole_attention(
-    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, scale: float, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, weighing: Weighing, dropout: float
 ) -> Tensor:
     """Attention where all tokens are here, by torch's own kernels unless its mask is too large for them."""
     batch, _, num_tokens, _ = query.shape
     shares_heads = key.shape[1] != query.shape[1]
-    if visibility.is_plain:
+    if visibility.is_plain and weighing.softcap is None:
         return functional.scaled_dot_product_attention(
             query,
             key,
             value,
             dropout_p=dropout,
             is_causal=visibility.is_causal,
-            scale=scale,
+            scale=weighing.scale,
             enable_gqa=shares_heads,
         )
     layout = Layout(num_tokens, 1)
-    if batch * num_tokens**2 > MOST_MASKED and not dropout:
-        return ring_attention(query, key, value, layout, None, visibility, scale)
+    if weighing.softcap is not None and dropout:
+        raise ModelError(
+            "Attention with a softcap and dropout cannot be split over the sequence. Set its dropout to 0."
+        )
+    if weighing.softcap is not None or (batch * num_tokens**2 > MOST_MASKED and not dropout):
+        return ring_attention(query, key, value, layout, None, visibility, weighing)
     (run,) = layout.runs[0]
     mask = visibility.mask(run, run, query.device)
     return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=shares_heads
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=weighing.scale, enable_gqa=shares_heads
     )
 
 
