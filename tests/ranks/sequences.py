@@ -88,12 +88,16 @@ def whole_run(
             (loss / accumulate).backward()
             losses.append(loss.item())
         run.losses.append(sum(losses) / accumulate)
-        run.grads.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        run.grads.append(grads_of(model))
         run.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
         optimizer.step()
         optimizer.zero_grad()
     run.params = {name: param.detach().clone() for name, param in model.named_parameters()}
     return run
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.grad.clone() for name, param in model.named_parameters() if param.requires_grad}
 
 
 def chunked(batch: Batch, parts: int) -> list[Batch]:
@@ -129,7 +133,7 @@ def split_run(
                     engine.backward(loss)
                     losses.append(loss.item())
                 result.losses.append(engine.mean(sum(losses) / len(losses)))
-                result.grads.append({name: param.grad.clone() for name, param in replica.named_parameters()})
+                result.grads.append(grads_of(replica))
                 result.norms.append(float(engine.step()))
             result.params = {name: value.clone() for name, value in engine.state_dict().items()}
         return result
