@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, vet
-from shardwise.placement import Table, mesh_for, table_for, takes_local_size
+from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.sequence import check_model as check_sequence
 from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
+from shardwise.tensor import AXIS, Line, Regions, Split, split_for
 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
+Boxes = Mapping[nn.Parameter, Box]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Sharding:
     units: list[Unit]
     shared_buffers: list[SharedBuffers]
     meter: ByteMeter
+    boxes: Boxes = field(default_factory=dict)
+    """This rank's parts of parameters, where there is an axis that cuts or copies them."""
 
     @property
     def device(self) -> torch.device:
@@ -44,13 +48,19 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Design:
-    """What a plan means for one model in one world. Nothing has been changed for it yet."""
+    """What a plan means for one model in one world. Nothing has been changed for it yet.
+
+    `boxes` are this rank's parts of parameters, where there is an axis that cuts or copies them.
+    """
 
     plan: Plan
     mesh: Mesh
     table: Table
     choices: list[UnitChoice] = field(repr=False)
     rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
+    boxes: Boxes = field(repr=False)
+    split: Split | None = field(repr=False, default=None)
+    """How the model itself is to be cut."""
 
     def carry_out(self, world: World, device: torch.device, updates: Updates) -> Sharding:
         """Make the flat buffers, to be filled by the caller. All ranks call."""
@@ -59,23 +69,40 @@ class Design:
         collectives = world.collectives(device)
         every = [
             make_unit(each, self.rows, self.mesh, coordinate, meter, device, updates, on_host=collectives.is_host)
-            for each in self.choices
+            for each in (replace(choice, boxes=self.boxes) for choice in self.choices)
         ]
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
-        return Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter)
+        return Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
 
 
-def design(model: nn.Module, plan: Plan, world: World) -> Design:
-    """Raises `ConfigError` for a plan that cannot be meant for this model on the ranks of `world`."""
+def boxes_for(model: nn.Module, mesh: Mesh, rank: int, split: Split | None) -> Boxes:
+    """The parts that `rank` has of the parameters of `model`; none where no axis cuts or copies any."""
+    axes = mesh.same_params_axes
+    if not axes:
+        return {}
+    copies = mesh.among(rank, axes)
+    cut = split.boxes if split is not None else {}
+    return {
+        param: cut.get(param) or Box.whole(param.shape, len(copies), copies.index(rank)) for param in model.parameters()
+    }
+
+
+def design(model: nn.Module, plan: Plan, world: World, known: Boxes | None = None) -> Design:
+    """Raises `ConfigError` or `ModelError` for a plan that cannot be meant for this model on the ranks of `world`.
+
+    `known` are the boxes of a model that is cut already.
+    """
     mesh = mesh_for(plan, world.size, world.local_size)
     rows = tables_for(model, plan, mesh)
     tables = [row.table.on(mesh) for row in rows.values()]
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
         check_sequence(model, plan)
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
-    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows)
+    split = split_of(model, plan, mesh, world.rank) if known is None else None
+    boxes = boxes_for(model, mesh, world.rank, split) if known is None else known
+    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
@@ -99,17 +126,41 @@ def lay(
     for optimizer in optimizers:
         check_same_settings(hyperparameters(optimizer), "optimizer", world)
     mesh = mesh_for(plan, world.size, world.local_size)
-    data_group = DataGroup(world, mesh)
+    peers = DataGroup(world, mesh, mesh.params_axes)
     table_for(plan, mesh)  # of a plan that does not fit the world one should hear first
     check_device(model, world)
     updates = vet(optimizers, model)
-    check_same_everywhere(model, data_group)
+    check_same_everywhere(model, peers)
     designed = design(model, plan, world)
-    values = FirstValues(model, wishes, world, data_group)
+    values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
+    require_elementwise(model, designed, updates)
     sharding = designed.carry_out(world, values.device, updates)
     values.settle(sharding.units)
+    if designed.split is not None:
+        line = Line(world.collectives(values.device), world.group(mesh, AXIS))
+        designed.split.carry_out(line, Regions(line))
     return sharding
+
+
+def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Split | None:
+    """How tensor parallelism cuts `model` for `rank`; `None` if the mesh has no such axis, or one rank along it."""
+    if AXIS not in mesh.model_axes:
+        return None
+    if plan.compile is not None:
+        raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
+    return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS))
+
+
+def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:
+    """Raise `ModelError` for an optimizer that needs a matrix whole of which ranks have parts."""
+    for name, param in model.named_parameters():
+        box = designed.boxes.get(param)
+        if box is not None and box.is_cut and param in updates and updates[param].matrix:
+            raise ModelError(
+                f"The optimizer works on whole matrices, and {name} is cut along {AXIS}: this rank has {box} of it. "
+                f"Put what is cut into a group that is updated element by element (Muon: use_muon=False)."
+            )
 
 
 def check_device(model: nn.Module, world: World) -> None:

@@ -199,3 +199,14 @@ def test_what_cannot_be_split_is_refused() -> None:
 
         with pytest.raises((ModelError, sw.ShardwiseError), match=message):
             run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("mesh", [{"tp": 2, "sp": 2}, {"sp": 2, "tp": 2}], ids=["tp-sp", "sp-tp"])
+def test_beside_tensor_parallelism(mesh: dict[str, int], attention: str) -> None:
+    """Each rank has some of the tokens and some of the heads; of those Ulysses gives it fewer, for all tokens."""
+    model, data = built(llama), batches(3)
+    run = split_run(model, data, "zero1", mesh, sequence={"attention": attention}, loss_of=own_loss)
+    twin = whole_run(model, data, loss_of=own_loss)
+    run.grads, twin.grads = [], []  # on a rank those of its part; the norm and the updates tell of all
+    assert_same(run, twin)

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,22 +15,26 @@ import torch
 from torch import nn
 
 from shardwise.cli.explanation import UnitSize
+from shardwise.comm import Group
 from shardwise.config import Plan
+from shardwise.devices import TorchAccelerator
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hidden_matrices
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import rehearse
+from shardwise.sharding import boxes_for, split_of
 from shardwise.storage import UnitChoice, choose_units, make_unit, tables_for, unit_spec
 from shardwise.telemetry import ByteMeter
+from shardwise.tensor import AXIS, Line, Regions
 
 
 def units_of(
     source: str, model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None = None
 ) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
     """The units that `plan` makes of the `model` that `source` has built, and their sizes."""
-    choices, rows = choose_units(model, plan), tables_for(model, plan, mesh)
+    choices, rows = _choices(model, plan, mesh), tables_for(model, plan, mesh)
     updates = _updates(model, optimizer) if optimizer else None
     on_cpu = _device().type == "cpu"
     specs = [(choice, unit_spec(choice, rows, mesh, updates, on_cpu=on_cpu)) for choice in choices]
@@ -37,6 +42,12 @@ def units_of(
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
     return tuple(spec for _, spec in kept), tuple(_size(choice) for choice, _ in kept)
+
+
+def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
+    """Units as rank 0 has them, which has no less than any other."""
+    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0))
+    return [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
 
 
 def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh) -> Activations:
@@ -57,17 +68,20 @@ def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh
     rows, device = tables_for(model, plan, mesh), _device()
     first = dict.fromkeys(mesh.axes, 0)
     on_host = device.type == "cpu"
-    units = [
-        make_unit(choice, rows, mesh, first, ByteMeter(), device, on_host=on_host)
-        for choice in choose_units(model, plan)
-    ]
+    choices = _choices(model, plan, mesh)
+    units = [make_unit(choice, rows, mesh, first, ByteMeter(), device, on_host=on_host) for choice in choices]
     units = [unit for unit in units if unit.flats]
+    split = split_of(model, plan, mesh, 0)
+    if split is not None:
+        line = Line(None, Group(AXIS, mesh.group(0, AXIS), 0))
+        split.carry_out(line, Regions(line))
     return rehearse(model, units, batch, device=device, compute=table.compute)
 
 
 def _device() -> torch.device:
     """Where a job on this machine would compute."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = TorchAccelerator.found()
+    return torch.device(found.kind if found is not None else "cpu")
 
 
 def _updates(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:

@@ -29,6 +29,9 @@ MODEL_AXES = {
 SEQUENCE_AXIS = "sp"
 SYNONYMS = {"cp": SEQUENCE_AXIS}
 """Other names for model axes, and what is to be written."""
+SAME_PARAMS_AXES = ("tp",)
+"""Model axes along which ranks list the same parameters: each has its part of one that is cut, and a copy of any other.
+Along the others (stages of a pipeline) each lists its own."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,21 @@ class Mesh:
     def replica_axes(self) -> tuple[str, ...]:
         """The axes over which a plan shards or copies parameters and adds up gradients: the data axes and `sp`."""
         return tuple(axis for axis in self.axes if axis not in MODEL_AXES or axis == SEQUENCE_AXIS)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """The others, of more than one rank: along them ranks hold parts of one model, or copies of what is not cut."""
+        return tuple(axis for axis in self.axes if axis not in self.replica_axes and self.size(axis) > 1)
+
+    @property
+    def same_params_axes(self) -> tuple[str, ...]:
+        """The model axes, of more than one rank, along which ranks list the same parameters."""
+        return tuple(axis for axis in self.model_axes if axis in SAME_PARAMS_AXES)
+
+    @property
+    def params_axes(self) -> tuple[str, ...]:
+        """All axes along which ranks list the same parameters."""
+        return tuple(axis for axis in self.axes if axis in self.replica_axes or axis in self.same_params_axes)
 
     @property
     def num_replicas(self) -> int:

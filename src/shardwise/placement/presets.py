@@ -70,6 +70,10 @@ def takes_local_size(plan: Plan) -> bool:
     return plan.mesh is None and plan.preset in PRESETS and len(PRESETS[plan.preset].axes) > 1
 
 
+SPLITS = ("tp", SEQUENCE_AXIS)
+"""The model axes that something in this version splits models along."""
+
+
 def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh:
     """The mesh that `plan` asks for, over `world_size` ranks, `local_size` of them on each host (default: all).
 
@@ -89,7 +93,7 @@ def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh
         return Mesh.of({axes[0]: -1, **dict.fromkeys(axes[1:-1], 1), axes[-1]: local}, world_size)
     sizes = plan.mesh or {axes[-1]: -1}
     for axis in sizes:
-        if axis in MODEL_AXES and axis != SEQUENCE_AXIS and sizes[axis] != 1:
+        if axis in MODEL_AXES and axis not in SPLITS and sizes[axis] != 1:
             raise ConfigError(
                 f"The plan's mesh has the axis {axis!r}, which means {MODEL_AXES[axis]}. This version has none, and "
                 f"would only shard over it. Leave {axis!r} out, or give an axis over which to shard another name."
