@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind
 from shardwise.config import Plan, plan_table
-from shardwise.mesh import MODEL_AXES
+from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS
 from shardwise.placement import KINDS, PRESETS, Place, Table
 from shardwise.program import OPTIMIZERS, shortened
 from shardwise.units import format_bytes, format_count
@@ -46,7 +46,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         _section(console, f"table under the rule {name!r}", _table_grid(table), Text(f"computes in {table.compute}"))
     _section(console, "units", *_units_lines(explained))
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
-    _section(console, "sent per rank and step", Text(_sent(explained)))
+    attention = [Text(explained.attention, "dim")] if explained.attention else []
+    _section(console, "sent per rank and step", Text(_sent(explained)), *attention)
     text = explained.program if full else shortened(explained.program)
     _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
     for line in text.splitlines():
@@ -117,6 +118,8 @@ def _says_nothing(path: str, value: object, plan: Plan) -> bool:
     """Whether a default need not be shown: what is left as it is, and what does not apply."""
     if path.startswith("loss_scale."):
         return plan.precision != "fp16"
+    if path.startswith("sequence."):
+        return SEQUENCE_AXIS not in (plan.mesh or {})
     if path.startswith("tensor."):
         return "tp" not in (plan.mesh or {}) or value is None or value == {}
     return path in ("rules", "resident_below") or (value is None and path != "mesh")
@@ -204,4 +207,7 @@ def _bytes_note(explained: Explanation) -> Text:
 def _sent(explained: Explanation) -> str:
     num = explained.plan.accumulate
     text = format_bytes(explained.sent_bytes)
+    by_axis = explained.sent_by_axis
+    if len(by_axis) > 1:
+        text += f", {', '.join(f'{format_bytes(sent)} along {axis}' for axis, sent in by_axis.items())}"
     return text if num == 1 else f"{text} in {num} micro-batches"
