@@ -20,7 +20,7 @@ from shardwise.runtime import check_backend
 from shardwise.sequence import check_model as check_sequence
 from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
-from shardwise.tensor import AXIS, Line, Regions, Split, split_for
+from shardwise.tensor import AXIS, Generators, Line, Regions, SameBatch, Split, Verifier, draws, split_for
 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
@@ -135,11 +135,13 @@ def lay(
     values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
     require_elementwise(model, designed, updates)
+    verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     sharding = designed.carry_out(world, values.device, updates)
     values.settle(sharding.units)
     if designed.split is not None:
-        line = Line(world.collectives(values.device), world.group(mesh, AXIS))
-        designed.split.carry_out(line, Regions(line))
+        carry_out_split(model, designed.split, mesh, world, values.device)
+        if verifier is not None:
+            verifier.watch(model, designed.split, world, peers)
     return sharding
 
 
@@ -150,6 +152,26 @@ def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Split | Non
     if plan.compile is not None:
         raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
     return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS))
+
+
+def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, device: torch.device) -> None:
+    """Change the model in place, whose parameters are parts already. All ranks call."""
+    group = world.group(mesh, AXIS)
+    line = Line(world.collectives(device), group)
+    regions = Regions(line, agree_on_generators(model, mesh, world))
+    split.carry_out(line, regions)
+    model.register_forward_pre_hook(lambda *_: regions.forget())
+    model.register_forward_pre_hook(SameBatch(line), with_kwargs=True)
+
+
+def agree_on_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:
+    """Ranks that share a sample draw the same from here on, where the model draws at all. All ranks call."""
+    if AXIS not in mesh.model_axes or not draws(model):
+        return None
+    group = world.group(mesh, AXIS)
+    generators = Generators(world.rank_device, group.index)
+    generators.agree(world, group)
+    return generators
 
 
 def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:

@@ -30,7 +30,7 @@ from shardwise.init import check_same_settings
 from shardwise.mesh import Mesh
 from shardwise.placement import mesh_for
 from shardwise.sharded_model import ShardedModel, scaler_for
-from shardwise.sharding import check_batch_norms, design, settings_of
+from shardwise.sharding import agree_on_generators, check_batch_norms, design, settings_of
 
 
 class State:
@@ -102,6 +102,7 @@ class State:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         sharded.zero_grad()
         sharded.runner.step.restore_params()
+        agree_on_generators(sharded.model, sharded.mesh, sharded.world)
         extra = loaded.state.get("extra_state", {})
         for name, module in with_extra_state(sharded.model):
             if name in extra:

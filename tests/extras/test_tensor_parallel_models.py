@@ -31,7 +31,8 @@ NO_DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout_rate", "attent
 NO_DROPOUT += ("hidden_dropout_prob", "attention_probs_dropout_prob")
 THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 T5 = {"d_kv": 16, "d_ff": 128, "d_model": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
+SEQUENCE, LOGITS = {"sequence": True}, {"cut_logits": True}
+MODELS: dict[str, tuple[Any, ...]] = {
     "llama": ("llama", {}, 2),
     "llama, tied": ("llama", {"tie_word_embeddings": True}, 2),
     "llama, a key head for two ranks": ("llama", {}, 4),
@@ -44,6 +45,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt2, uneven": ("gpt2", {"n_positions": 64, "hidden_size": 48, "num_attention_heads": 3}, 2),
     "opt": ("opt", {"ffn_dim": 128, "max_position_embeddings": 64, "word_embed_proj_dim": 64}, 2),
     "bert": ("bert", {"max_position_embeddings": 64}, 2),
+    "llama, sequences": ("llama", {}, 2, SEQUENCE),
+    "llama, logits in parts": ("llama", {"tie_word_embeddings": True}, 2, LOGITS),
+    "qwen3, both": ("qwen3", {"head_dim": 16}, 2, SEQUENCE | LOGITS),
+    "gemma2, both": ("gemma2", {"head_dim": 16}, 2, SEQUENCE | LOGITS),
+    "gpt2, both": ("gpt2", {"n_positions": 64}, 2, SEQUENCE | LOGITS),
+    "opt, sequences": (
+        "opt",
+        {"ffn_dim": 128, "max_position_embeddings": 64, "word_embed_proj_dim": 64},
+        2,
+        SEQUENCE,
+    ),
+    "bert, sequences": ("bert", {"max_position_embeddings": 64}, 2, SEQUENCE),
     "t5": ("t5", {**T5, "tie_word_embeddings": True}, 2),
 }
 
@@ -73,7 +86,7 @@ def batch() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_cut_as_its_plan_says_trains_as_itself(name: str) -> None:
-    kind, sizes, tp = MODELS[name]
+    kind, sizes, tp, *asked = MODELS[name]
     twin = built(kind, sizes)
     models = [copy.deepcopy(twin) for _ in range(tp)]
     optimizer = optimizer_of(twin)
@@ -87,7 +100,7 @@ def test_a_model_cut_as_its_plan_says_trains_as_itself(name: str) -> None:
         norm = nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         optimizer.step()
         expected += [loss.item(), float(norm)]
-    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": tp}, "clip_grad_norm": 1.0}
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": tp}, "clip_grad_norm": 1.0, "tensor": asked[0] if asked else {}}
 
     def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
         model, said = models[world.rank], []

@@ -180,7 +180,7 @@ def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
 
 def _bytes_grid(explained: Explanation) -> Grid:
     grid = _grid("", "promised", "replicated", "", right=["promised", "replicated"])
-    promised, replicated = by_kind(explained.step.footprint), by_kind(explained.replicated)
+    promised, replicated = by_kind(explained.held), by_kind(explained.replicated)
     meanings = MEANINGS | (AT_THE_PEAK if explained.subject.batch else {})
     for kind, num_bytes in promised.items():
         style = "bold" if kind == "total" else ""
@@ -191,7 +191,7 @@ def _bytes_grid(explained: Explanation) -> Grid:
 
 
 def _bytes_note(explained: Explanation) -> Text:
-    num, peak_at = explained.subject.num_states, explained.step.footprint.peak_at
+    num, peak_at = explained.subject.num_states, explained.held.peak_at
     if peak_at is None:
         lines = ["Activations are the model's own and not in these figures; --batch counts them."]
     else:

@@ -55,6 +55,7 @@ StyleName = Literal[
     "row",
     "row_scattered",
     "vocabulary",
+    "vocabulary_cut",
     "embedding_column",
     "embedding_heads",
     "summed",
@@ -153,6 +154,9 @@ class TensorParallel(Strict):
         default={}, description="by patterns of module names, attributes that count heads or features of what is cut"
     )
     sequence: bool = Field(default=False, description="between cut modules each rank has its part of the sequence")
+    cut_logits: bool = Field(
+        default=False, description="a causal language model of transformers works its loss out from logits in parts"
+    )
     verify: bool = Field(default=False, description="compare the first batch with the uncut model, module by module")
 
 

@@ -39,6 +39,12 @@ class Line:
         """This rank's, counted from 0."""
         return self.group.index
 
+    def told(self, message: bytes) -> list[bytes]:
+        """Every rank's `message`, by place."""
+        if self._collectives is None:
+            return [message] * self.size
+        return self._collectives.exchange(message, self.group, SUBJECT)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of the ranks' `tensor`, in its dtype."""
         numel = tensor.numel()

@@ -45,6 +45,8 @@ def cuts_for(model: nn.Module, wishes: TensorParallel) -> list[Cut]:
             chosen[path] = rule
     config = config_of(model)
     chosen |= _tied(chosen, modules)
+    if wishes.cut_logits:
+        chosen |= dict.fromkeys(head_of(model)[:1], TensorRule("vocabulary_cut"))
     cuts = [_cut(path, modules[path], chosen[path], config) for path in modules if path in chosen]
     cuts = [cut for cut in cuts if cut.style != "replicated"]
     if not any(cut.style not in ("summed",) for cut in cuts):
@@ -52,6 +54,25 @@ def cuts_for(model: nn.Module, wishes: TensorParallel) -> list[Cut]:
             f"The plan's tensor.plan cuts no module of {type(model).__name__}; give it patterns of modules."
         )
     return cuts
+
+
+def head_of(model: nn.Module) -> tuple[str, nn.Module]:
+    """The head of a causal language model of transformers whose loss can be another, by path."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    path = next((path for path, module in model.named_modules() if module is head), None)
+    if head is None or path is None or not hasattr(type(model), "loss_function") or not _is_causal(model):
+        raise ModelError(
+            f"tensor.cut_logits is for causal language models of transformers, and {type(model).__name__} is none. "
+            f"Give the head the style vocabulary_cut, and call shardwise.tensor.cross_entropy(logits, targets, head)."
+        )
+    return path, head
+
+
+def _is_causal(model: nn.Module) -> bool:
+    return "CausalLM" in str(getattr(model, "loss_type", "")) or type(model).__name__.endswith(
+        ("CausalLM", "LMHeadModel")
+    )
 
 
 def divided(model: nn.Module, wishes: TensorParallel) -> Iterator[tuple[str, nn.Module, str]]:
@@ -121,7 +142,7 @@ def _fitting(pattern: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
 
 def _tied(chosen: Mapping[str, TensorRule], modules: Mapping[str, nn.Module]) -> dict[str, TensorRule]:
     """What shares its weight with a module that is cut by words is cut by words too."""
-    by_words = ("vocabulary", "column_gathered")
+    by_words = ("vocabulary", "vocabulary_cut", "column_gathered")
     weights = {
         id(modules[path].weight)
         for path, rule in chosen.items()
@@ -139,7 +160,11 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def _cut(path: str, module: nn.Module, rule: TensorRule, config: object) -> Cut:
-    if rule.heads is not None or config is None or rule.style in ("vocabulary", "summed", "replicated"):
+    if (
+        rule.heads is not None
+        or config is None
+        or rule.style in ("vocabulary", "vocabulary_cut", "summed", "replicated")
+    ):
         return Cut(path, module, rule.style, rule.parts, rule.heads, rule.heads)
     known = heads_of(config, path) if rule.style in ("column", "row") else None
     if known is None:

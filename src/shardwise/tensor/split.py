@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,10 +13,21 @@ from torch import nn
 from shardwise.config import Plan
 from shardwise.errors import ModelError
 from shardwise.placement import Box, Span
-from shardwise.tensor.forwards import Column, EmbeddingColumn, Forward, Row, Shared, Summed, Vocabulary
+from shardwise.tensor.forwards import (
+    Column,
+    EmbeddingColumn,
+    Forward,
+    RegionEntry,
+    Row,
+    SequenceEdge,
+    Shared,
+    Summed,
+    Vocabulary,
+)
 from shardwise.tensor.line import Line
+from shardwise.tensor.loss import CausalLoss
 from shardwise.tensor.regions import Regions
-from shardwise.tensor.rules import Cut, cuts_for, divided
+from shardwise.tensor.rules import Cut, cuts_for, divided, head_of
 
 AXIS = "tp"
 Make = Callable[[Line, Regions], Forward]
@@ -47,11 +59,32 @@ class Split:
     num_ranks: int
     boxes: dict[nn.Parameter, Box] = field(default_factory=dict)
     forwards: list[tuple[nn.Module, Make]] = field(default_factory=list)
-    attributes: list[tuple[nn.Module, str, int | None]] = field(default_factory=list)
+    attributes: list[tuple[nn.Module, str, object]] = field(default_factory=list)
     names: dict[nn.Parameter, str] = field(default_factory=dict)
     modules: dict[str, nn.Module] = field(default_factory=dict)
     cut_by: dict[nn.Parameter, str] = field(default_factory=dict)
     """The module that cuts each parameter, for sentences."""
+
+    outputs: dict[str, Shares] = field(default_factory=dict)
+    """By module, how what it returns is dealt."""
+    blocks: str = ""
+    """With `tensor.sequence`, the list of the blocks between which a sequence is cut."""
+
+    def is_on_sequence(self, cut: Cut) -> bool:
+        """Whether around a module each rank has its part of the sequence."""
+        if not self.blocks or not cut.path.startswith(f"{self.blocks}."):
+            return False
+        if cut.style in ("column_gathered", "vocabulary_cut", "row_scattered"):
+            raise ModelError(
+                f"{cut.path} has the style {cut.style}, which wants the whole sequence; with tensor.sequence use "
+                f"column and row in blocks, or leave tensor.sequence out of the plan."
+            )
+        return True
+
+    def parent_enters(self, cut: Cut) -> bool:
+        """Whether the module around a column module gets the whole sequence, and not just the column module: wherever
+        that is not the block itself, since attention looks at the length of its input."""
+        return cut.path.removeprefix(f"{self.blocks}.").count(".") > 1
 
     def carry_out(self, line: Line, regions: Regions) -> None:
         for module, name, value in self.attributes:
@@ -67,8 +100,15 @@ def split_for(model: nn.Module, plan: Plan, place: int, num_ranks: int) -> Split
     """
     names = {param: name for name, param in model.named_parameters()}
     split = Split(place, num_ranks, names=names, modules=dict(model.named_modules()))
-    for cut in cuts_for(model, plan.tensor):
+    cuts = cuts_for(model, plan.tensor)
+    if plan.tensor.sequence:
+        split.blocks = _blocks(cuts)
+    for cut in cuts:
         _STYLES[cut.style](split, cut)
+    if plan.tensor.cut_logits:
+        split.attributes.append((model, "loss_function", CausalLoss(head_of(model)[1])))
+    if split.blocks:
+        _cut_sequence(split, cuts)
     heads_of_rank = _dealt_heads(model, plan, num_ranks)
     for path, module, name in divided(model, plan.tensor):
         split.attributes.append((module, name, _divided(path, name, getattr(module, name), split, heads_of_rank)))
@@ -121,6 +161,57 @@ def _even(units: int, num_ranks: int, times: int) -> list[Span]:
     return [Span(start * times, stop * times) for start, stop in itertools.pairwise(starts)]
 
 
+# -- sequences -------------------------------------------------------------------------------------------
+
+
+def _blocks(cuts: Sequence[Cut]) -> str:
+    """The list of blocks that all pairs of column and row modules are in."""
+    lists = {
+        ".".join(parts[:depth])
+        for cut in cuts
+        if cut.style in ("column", "row")
+        for parts in [cut.path.split(".")]
+        for depth in [next((at for at, part in enumerate(parts) if part.isdecimal()), 0)]
+    }
+    if len(lists) != 1 or "" in lists:
+        raise ModelError(
+            f"tensor.sequence needs one list of blocks with all column and row modules, but they are in "
+            f"{', '.join(sorted(lists)) or 'none'}. Leave tensor.sequence out of the plan."
+        )
+    return lists.pop()
+
+
+def _cut_sequence(split: Split, cuts: Sequence[Cut]) -> None:
+    """The edges, and between them where regions begin, and sums of gradients of what is whole on every rank."""
+    cut_paths = {cut.path for cut in cuts}
+    for parent in dict.fromkeys(
+        cut.path.rpartition(".")[0] for cut in cuts if cut.style == "column" and split.parent_enters(cut)
+    ):
+        module = split.modules[parent]
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear) and f"{parent}.{name}" not in cut_paths:
+                raise ModelError(
+                    f"{parent}.{name} is not cut, but may read the same input as modules that are, and with "
+                    f"tensor.sequence its gradients would count for every rank. Cut it too, or leave out "
+                    f"tensor.sequence."
+                )
+        split.forwards.append((module, partial(RegionEntry, module)))
+    blocks = list(split.modules[split.blocks].children())
+    inside = {path: module for path, module in split.modules.items() if path.startswith(f"{split.blocks}.")}
+    for path, module in inside.items():
+        if path in cut_paths or not any(param is not None for param in module._parameters.values()):
+            continue
+        if any(True for _ in module.children()):
+            raise ModelError(
+                f"{path} has both parameters of its own and modules, so tensor.sequence cannot see which of what it "
+                f"computes is of one part of the sequence. Put them into a module, or leave tensor.sequence out."
+            )
+        split.forwards.append((module, partial(Summed, module)))
+    for index in sorted({0, len(blocks) - 1}):
+        edges = {"is_first": index == 0, "is_last": index == len(blocks) - 1}
+        split.forwards.append((blocks[index], partial(SequenceEdge, blocks[index], **edges)))
+
+
 # -- styles -----------------------------------------------------------------------------------------------
 
 
@@ -128,18 +219,34 @@ def _column(split: Split, cut: Cut) -> None:
     kind, weight = _linear(cut)
     out_dim = 1 if kind == CONV1D else 0
     shares = deal(cut, weight.shape[out_dim], split.num_ranks)
-    gathers = cut.style != "column"
-    if gathers and (cut.parts > 1 or shares.copies > 1):
+    gathers, is_alone = cut.style == "column_gathered", cut.style != "column"
+    if is_alone and (cut.parts > 1 or shares.copies > 1):
         raise ModelError(
             f"{cut.path} is of {cut.parts} parts, or has heads for some ranks only; its style must be column."
         )
+    if not gathers:
+        split.outputs[cut.path] = shares
     _cut_param(split, cut, "weight", out_dim, shares)
     _cut_param(split, cut, "bias", 0, shares)
     shared = Shared(out_dim, [own[0] for own in shares.ranges], shares.size) if shares.copies > 1 else None
-    module, sizes = cut.module, shares.sizes
+    module, sizes, on_sequence = cut.module, shares.sizes, split.is_on_sequence(cut)
+    is_entered = on_sequence and split.parent_enters(cut)
     split.attributes.append((module, "nf" if kind == CONV1D else "out_features", sizes[split.place]))
     split.forwards.append(
-        (module, lambda line, regions: Column(module, line, regions, sizes, gathers=gathers, shared=shared))
+        (
+            module,
+            lambda line, regions: Column(
+                module,
+                line,
+                regions,
+                sizes=sizes,
+                gathers=gathers,
+                shared=shared,
+                on_sequence=on_sequence,
+                is_entered=is_entered,
+                is_alone=is_alone,
+            ),
+        )
     )
     if shared is not None:
         _regroup(split, cut, shares)
@@ -153,11 +260,20 @@ def _row(split: Split, cut: Cut) -> None:
         raise ModelError(f"{cut.path} has fewer heads than there are ranks along {AXIS}; choose a smaller {AXIS}.")
     _cut_param(split, cut, "weight", in_dim, shares)
     module, sizes, scatters = cut.module, shares.sizes, cut.style == "row_scattered"
+    on_sequence = split.is_on_sequence(cut)
     split.attributes.append((module, "nx" if kind == CONV1D else "in_features", sizes[split.place]))
     split.forwards.append(
         (
             module,
-            lambda line, regions: Row(module, line, regions, sizes, scatters=scatters, is_conv1d=kind == CONV1D),
+            lambda line, regions: Row(
+                module,
+                line,
+                regions,
+                sizes=sizes,
+                scatters=scatters,
+                is_conv1d=kind == CONV1D,
+                on_sequence=on_sequence,
+            ),
         )
     )
 
@@ -165,7 +281,7 @@ def _row(split: Split, cut: Cut) -> None:
 def _vocabulary(split: Split, cut: Cut) -> None:
     module = cut.module
     if not isinstance(module, nn.Embedding):
-        _column(split, Cut(cut.path, module, "column_gathered"))
+        _column(split, Cut(cut.path, module, "column_gathered" if cut.style == "vocabulary" else cut.style))
         return
     _check_embedding(cut, module)
     shares = deal(Cut(cut.path, module, cut.style), module.weight.shape[0], split.num_ranks)
@@ -208,6 +324,7 @@ _STYLES: dict[str, Callable[[Split, Cut], None]] = {
     "row": _row,
     "row_scattered": _row,
     "vocabulary": _vocabulary,
+    "vocabulary_cut": _vocabulary,
     "embedding_column": _embedding_column,
     "embedding_heads": _embedding_column,
     "summed": _summed,
