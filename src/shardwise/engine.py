@@ -1,7 +1,7 @@
 """`shard` a model by a plan, and train it as before.
 
-`sharded_model.py` takes the steps, `engine_state.py` reads, writes and saves the state of a live engine (through
-`access.py` and `state.py`), and `report.py` has what people read.
+`sharded_model.py` takes the steps, `engine_training.py` whole ones with their micro-batches, `engine_state.py` reads,
+writes and saves the state of a live engine (through `access.py` and `state.py`), and `report.py` has what people read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import nn
 from shardwise.checkpoint import Saver
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
-from shardwise.engine_state import EngineState, PlanLike
+from shardwise.engine_state import PlanLike
+from shardwise.engine_training import EngineTraining
 from shardwise.errors import ModelError, StateError
 from shardwise.init import Init, Wishes
 from shardwise.mesh import Mesh
@@ -94,7 +95,7 @@ def _several(optimizer: OneOrSeveral | None) -> tuple[torch.optim.Optimizer, ...
     return tuple(given)
 
 
-class Engine(EngineState):
+class Engine(EngineTraining):
     """A sharded model. Make one with `shard`."""
 
     def __init__(

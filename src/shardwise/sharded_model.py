@@ -220,6 +220,11 @@ class ShardedModel:
         self.scale(loss / self.plan.accumulate).backward()  # type: ignore[no-untyped-call]  # torch's own
         self._num_micro_batches += 1
 
+    @property
+    def is_between_micro_batches(self) -> bool:
+        """Whether `backward` has been called for some micro-batches of a step, and not for all."""
+        return self._num_micro_batches % self.plan.accumulate > 0
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaler = self.progress.scaler
         if scaler is None:
