@@ -12,6 +12,10 @@ recorded order, and gathers just in time what others gather ahead, still sends t
 What sends nothing by itself, but has to be the same on all ranks, can be marked (`Journal.mark`). A mark goes into the
 tags of all that this rank enters afterwards, along any line, so that the next collective tells a rank that has not
 done the same.
+
+[Note: links] A message from one stage of a pipeline to the next is entered by two ranks only, each at another point of
+its own step: one of them may have run more backwards by then, and marks are not in one order with it. So neither goes
+into the tags of a link, which are made of its own messages alone.
 """
 
 from __future__ import annotations
@@ -128,8 +132,11 @@ class Journal:
         if code is None:
             code = self._codes[verb, subject, dtype] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
         number = line.count + 1
-        tag = (line.tag * 1_000_003 + code + numel + self.num_backwards * 7_919 + self._marked) & _TAGS
-        marks = self._marks_since(line) if line.num_marks != self._num_marks else ()
+        if group.is_link:  # see [Note: links]
+            tag, marks = (line.tag * 1_000_003 + code + numel) & _TAGS, ()
+        else:
+            tag = (line.tag * 1_000_003 + code + numel + self.num_backwards * 7_919 + self._marked) & _TAGS
+            marks = self._marks_since(line) if line.num_marks != self._num_marks else ()
         line.recent.append((number, tag, action, call, numel, self.num_backwards, marks))
         line.tag, line.count = tag, number
         return Entry(line, number, tag)

@@ -1,0 +1,16 @@
+"""Pipeline parallelism: a model's modules dealt out as stages over the mesh axis `pp`, and the steps through them."""
+
+from shardwise.pipeline.layout import AXIS, StageLayout, has_pipeline, stage_layout
+from shardwise.pipeline.pipeline import Pipeline, Trainer
+from shardwise.pipeline.staged import PLAIN_LOOP, StagedModel
+
+__all__ = [
+    "AXIS",
+    "PLAIN_LOOP",
+    "Pipeline",
+    "StageLayout",
+    "StagedModel",
+    "Trainer",
+    "has_pipeline",
+    "stage_layout",
+]
