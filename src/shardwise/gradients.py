@@ -21,12 +21,14 @@ from shardwise.runtime import Agreement, Runner
 from shardwise.storage import Flat
 
 Tensor = torch.Tensor
+Exchange = Callable[[bytes], list[bytes]]
 
 
 class Gradients:
     """Brings gradients home, and lets them be read, changed, clipped and zeroed. All ranks call every method.
 
-    `scaler` is asked anew each time, since a checkpoint may bring another scale.
+    `exchanges` are among all ranks, and among those that list the same parameters. `scaler` is asked anew each time,
+    since a checkpoint may bring another scale.
     """
 
     def __init__(
@@ -35,14 +37,14 @@ class Gradients:
         agreement: Agreement,
         runner: Runner,
         verdict: Verdict,
-        exchange: Callable[[bytes], list[bytes]],
+        exchanges: tuple[Exchange, Exchange],
         scaler: Callable[[], LossScaler | None],
     ) -> None:
         self._flats = [flat for flat in flats if flat.spec.trainable]
         self._agreement = agreement
         self._runner = runner
         self._verdict = verdict
-        self._exchange = exchange
+        self._exchange, self._exchange_of_peers = exchanges
         self._scaler = scaler
         self._zeroed_at = runner.passes.num_backwards
         """How many backwards had ended when gradients were zeroed last."""
@@ -175,7 +177,7 @@ class Gradients:
         """The norm of one parameter's gradient. Those of all are worked out together, in one message."""
         self.prepare()
         if norm_type not in self._norms:
-            self._norms[norm_type] = norms_of(self._flats, norm_type, self._exchange)
+            self._norms[norm_type] = norms_of(self._flats, norm_type, self._exchange_of_peers)
         start = 0
         for other in self._flats:
             if other is flat:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from shardwise.errors import ConfigError
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.mesh import Mesh
 from shardwise.optim import hyperparameters, vet
-from shardwise.placement import Table, mesh_for, table_for, takes_local_size
+from shardwise.pipeline import AXIS, StagedModel, StageLayout, has_pipeline, stage_layout
+from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
@@ -22,6 +23,7 @@ from shardwise.telemetry import ByteMeter
 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
+Boxes = Mapping[nn.Parameter, Box]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Sharding:
     units: list[Unit]
     shared_buffers: list[SharedBuffers]
     meter: ByteMeter
+    staged: StagedModel | None = None
+    """The stages of a pipeline that this rank has, if there is one."""
 
     @property
     def device(self) -> torch.device:
@@ -43,13 +47,31 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Design:
-    """What a plan means for one model in one world. Nothing has been changed for it yet."""
+    """What a plan means for one model in one world. Nothing has been changed for it yet.
+
+    `boxes` are this rank's parts of parameters, where there is an axis that cuts or copies them.
+    """
 
     plan: Plan
     mesh: Mesh
     table: Table
     choices: list[UnitChoice] = field(repr=False)
     rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
+    boxes: Boxes = field(repr=False)
+    stages: StageLayout | None = None
+
+    def of_stages(self, staged: StagedModel) -> Design:
+        """What is left of it on a rank that has some stages of the model."""
+        own = staged.params
+        present = set(staged.model.modules())
+        choices = []
+        for choice in self.choices:
+            params = {name: param for name, param in choice.params.items() if param in own}
+            sites = tuple(site for site in choice.sites if site in present)
+            if params:
+                choices.append(replace(choice, params=params, sites=sites))
+        rows = {param: row for param, row in self.rows.items() if param in own}
+        return replace(self, choices=choices, rows=rows, boxes={**self.boxes, **staged.boxes()})
 
     def carry_out(self, world: World, device: torch.device, updates: Updates) -> Sharding:
         """Make the flat buffers, to be filled by the caller. All ranks call."""
@@ -58,12 +80,21 @@ class Design:
         collectives = world.collectives(device)
         every = [
             make_unit(each, self.rows, self.mesh, coordinate, meter, device, updates, on_host=collectives.is_host)
-            for each in self.choices
+            for each in (replace(choice, boxes=self.boxes) for choice in self.choices)
         ]
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         return Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter)
+
+
+def boxes_for(model: nn.Module, mesh: Mesh, rank: int) -> Boxes:
+    """The parts that `rank` has of the parameters of `model`; none where no axis cuts or copies any."""
+    axes = mesh.same_params_axes
+    if not axes:
+        return {}
+    copies = mesh.among(rank, axes)
+    return {param: Box.whole(param.shape, len(copies), copies.index(rank)) for param in model.parameters()}
 
 
 def design(model: nn.Module, plan: Plan, world: World) -> Design:
@@ -72,7 +103,9 @@ def design(model: nn.Module, plan: Plan, world: World) -> Design:
     rows = tables_for(model, plan, mesh)
     tables = [row.table.on(mesh) for row in rows.values()]
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
-    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows)
+    stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
+    boxes = boxes_for(model, mesh, world.rank)
+    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, stages)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
@@ -100,11 +133,18 @@ def lay(
     table_for(plan, mesh)  # of a plan that does not fit the world one should hear first
     check_device(model, world)
     updates = vet(optimizers, model)
-    check_same_everywhere(model, data_group)
+    check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else data_group)
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, data_group)
     check_batch_norms(model, designed, values.device)
-    sharding = designed.carry_out(world, values.device, updates)
+    staged = None
+    if designed.stages is not None:
+        values.give_to_stages(world)
+        staged = StagedModel(model, designed.stages, mesh.coordinate(world.rank)[AXIS])
+        staged.take_from(optimizers)
+        designed = designed.of_stages(staged)
+        updates = {param: update for param, update in updates.items() if param in staged.params}
+    sharding = replace(designed.carry_out(world, values.device, updates), staged=staged)
     values.settle(sharding.units)
     return sharding
 

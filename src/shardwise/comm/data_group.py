@@ -1,7 +1,8 @@
-"""The data-parallel group of a rank: who trains the same part of the model with other batches."""
+"""The data-parallel group of a rank: who trains the same part of the model with other batches. And others by axes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -20,17 +21,18 @@ class DataGroup:
     """The ranks along the data axes of a mesh. What has to be the same for all who hold the same part of the model,
     or is done by one for all of them, is theirs to agree on: first values, buffers, the order of a backward.
 
-    Without model axes in the mesh they are all ranks of the world.
+    Without model axes in the mesh they are all ranks of the world. With `axes` it is the group along those instead.
     """
 
-    def __init__(self, world: World, mesh: Mesh) -> None:
-        ranks = mesh.among(world.rank, mesh.data_axes)
+    def __init__(self, world: World, mesh: Mesh, axes: Sequence[str] | None = None) -> None:
+        along = mesh.data_axes if axes is None else tuple(axes)
+        ranks = mesh.among(world.rank, along)
         self._world = world
         self.group = world.everybody
         self.exchange: Exchange = world.exchange
         """Everybody's message, by place in the group. All of it call, with the same `subject`; blocks."""
         if len(ranks) < world.size:
-            self.group = Group("+".join(mesh.data_axes), ranks, ranks.index(world.rank))
+            self.group = Group("+".join(along), ranks, ranks.index(world.rank))
             self.exchange = partial(_exchange, world, self.group)
 
     @property

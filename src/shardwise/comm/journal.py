@@ -111,7 +111,10 @@ class Journal:
         self._trace: list[Moment] = []
         self._num_passes = 0
         self._marks: deque[str] = deque(maxlen=_NUM_MARKS)
-        self._num_marks = self._marked = 0
+        self._num_marks = self._marked = self._marked_of_part = 0
+        self.whole_model_axes: frozenset[str] = frozenset()
+        """Axes along which ranks have different parts of the model: marks that are of one part are not for them, nor
+        is the number of backwards."""
 
     # -- what the computing thread calls ----------------------------------------------------------------
 
@@ -132,11 +135,15 @@ class Journal:
         if code is None:
             code = self._codes[verb, subject, dtype] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
         number = line.count + 1
+        marked = self._marked
+        marks: tuple[str, ...] = ()
         if group.is_link:  # see [Note: links]
-            tag, marks = (line.tag * 1_000_003 + code + numel) & _TAGS, ()
-        else:
-            tag = (line.tag * 1_000_003 + code + numel + self.num_backwards * 7_919 + self._marked) & _TAGS
-            marks = self._marks_since(line) if line.num_marks != self._num_marks else ()
+            marked = 0
+        elif line.axis not in self.whole_model_axes:
+            marked += self._marked_of_part + self.num_backwards * 7_919
+        tag = (line.tag * 1_000_003 + code + numel + marked) & _TAGS
+        if line.num_marks != self._num_marks and not group.is_link:
+            marks = self._marks_since(line)
         line.recent.append((number, tag, action, call, numel, self.num_backwards, marks))
         line.tag, line.count = tag, number
         return Entry(line, number, tag)
@@ -150,12 +157,16 @@ class Journal:
         if self.fault is not None:
             raise self._refusal(self.fault)
 
-    def mark(self, what: str) -> None:
+    def mark(self, what: str, *, is_of_part: bool = False) -> None:
         """Put `what` (a few words, as they stand in errors) into this rank's history. Nothing is sent.
 
-        From now on collectives of ranks that have marked different things, or in another order, contradict each other.
+        From now on collectives of ranks that have marked different things, or in another order, contradict each other:
+        what `is_of_part` of the model only where they have the same part.
         """
-        self._marked = zlib.crc32(what.encode(), self._marked)
+        if is_of_part:
+            self._marked_of_part = zlib.crc32(what.encode(), self._marked_of_part)
+        else:
+            self._marked = zlib.crc32(what.encode(), self._marked)
         self._marks.append(what)
         self._num_marks += 1
 

@@ -24,6 +24,9 @@ MODEL_AXES = {
     "cp": "context parallelism",
 }
 """What everybody takes these names for. All others are data axes: over them a plan shards or copies."""
+SAME_PARAMS_AXES = ("tp",)
+"""Model axes along which ranks list the same parameters: each has its part of one that is cut, and a copy of any other.
+Along the others (stages of a pipeline) each lists its own."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,16 @@ class Mesh:
     @property
     def data_axes(self) -> tuple[str, ...]:
         return tuple(axis for axis in self.axes if axis not in MODEL_AXES)
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Those along which there is more than one rank."""
+        return tuple(axis for axis in self.axes if axis in MODEL_AXES and self.size(axis) > 1)
+
+    @property
+    def same_params_axes(self) -> tuple[str, ...]:
+        """The model axes, of more than one rank, along which ranks list the same parameters."""
+        return tuple(axis for axis in self.model_axes if axis in SAME_PARAMS_AXES)
 
     @property
     def num_data_ranks(self) -> int:

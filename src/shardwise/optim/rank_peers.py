@@ -76,7 +76,7 @@ class RankPeers:
         """The rows of parameters that are trained, and how many ranks have each: made where `squares` is, once, because
         the device would have to be waited for. An optimizer asks about the same parameters in every step."""
         trained = [row for row, param in enumerate(params) if self._is_trained(param)]
-        copies = [self._copies(self._by_param[params[row]].flat) for row in trained]
+        copies = [self._copies(self._by_param[params[row]]) for row in trained]
         return torch.tensor(trained, dtype=torch.long, device=squares.device), squares.new_tensor(copies)[:, None]
 
     def each_matrix(self, params: Sequence[nn.Parameter], make: Make, work: Compute, apply: Apply) -> None:  # noqa: ARG002
@@ -135,10 +135,12 @@ class RankPeers:
         piece = self._by_param.get(param)
         return piece is not None and piece.flat.spec.trainable
 
-    def _copies(self, flat: Flat) -> int:
+    def _copies(self, piece: Piece) -> int:
         """How many of the ranks whose norms are summed hold the same elements."""
-        shard = flat.spec.table.optim.shard
-        return math.prod(self._mesh.size(axis) for axis in self._norms_axes if axis not in shard)
+        shard, box = piece.flat.spec.table.optim.shard, piece.flat.slots[piece.index].box
+        over_model = self._mesh.same_params_axes
+        others = (axis for axis in self._norms_axes if axis not in shard and axis not in over_model)
+        return math.prod(map(self._mesh.size, others)) * (1 if box is None else box.copies)
 
 
 class _Passage:

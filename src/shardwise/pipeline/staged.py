@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
 from shardwise.pipeline.layout import StageLayout
+from shardwise.placement import Box
 from shardwise.runtime import EndOfForward, tensors_in
 
 Tensor = torch.Tensor
@@ -110,11 +111,13 @@ class StagedModel:
         modules = dict(model.named_modules(remove_duplicate=False))
         self.params = {param for name in own for param in modules[name].parameters()}
         """Of this rank's stages."""
-        self.names = {
-            name: tuple(param.shape)
-            for name, param in model.named_parameters()
-        }
-        """All parameters of the model that was whole, under their first names."""
+        self.whole = WholeNames.of(model)
+        self.place = place
+        self.holders = _holders(model, layout, modules)
+        """The places along the axis at which each parameter lies, by its first name: several if stages share it."""
+        self.group_names: list[list[str]] = []
+        """The parameters of the optimizers' groups when those were whole."""
+        self._name_of = {param: name for name, param in model.named_parameters()}
         self._places = [self._placed(model, number, name, modules, own) for number, name in enumerate(self._names)]
         self._firsts = {stage: self._names.index(layout.stages[stage][0]) for stage in self.stages}
         self._lasts = {stage: self._names.index(layout.stages[stage][-1]) for stage in self.stages}
@@ -132,6 +135,27 @@ class StagedModel:
         module = modules[name]
         absent = Absent(name, number, module, self, self.params)
         return _Place(name, holder, key, module if name in own else None, absent)
+
+    def boxes(self) -> dict[nn.Parameter, Box]:
+        """On how many ranks of the pipeline each of this rank's parameters lies, if any lies on several."""
+        if not any(len(places) > 1 for places in self.holders.values()):
+            return {}
+        boxes = {}
+        for name, param in self.model.named_parameters():
+            places = self.holders[name]
+            boxes[param] = Box.whole(tuple(param.shape), len(places), places.index(self.place))
+        return boxes
+
+    def take_from(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Parameters of other ranks' stages leave the optimizers; groups stay, empty ones too."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self.group_names.append([self._name_of[param] for param in group["params"] if param in self._name_of])
+                for param in group["params"]:
+                    if param not in self.params:
+                        optimizer.state.pop(param, None)
+                group["params"] = [param for param in group["params"] if param in self.params]
+        self._name_of.clear()
 
     def attach(self) -> None:
         """Take over the model's forward; after other hooks have been hung, so that they see what arrives."""
@@ -229,6 +253,34 @@ class StagedModel:
             f"the forward. List the modules in the order in which {type(self.model).__name__} calls them: "
             f"pipeline.stages."
         )
+
+
+@dataclass(frozen=True)
+class WholeNames:
+    """What the model has that was whole: shapes of parameters and kept buffers, and further names of tied ones."""
+
+    shapes: dict[str, tuple[int, ...]]
+    ties: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WholeNames:
+        first: dict[Tensor, str] = {}
+        every = list(model.named_parameters(remove_duplicate=False))
+        for name, param in every:
+            first.setdefault(param, name)
+        kept = model.state_dict(keep_vars=True).keys()
+        shapes = {name: tuple(param.shape) for param, name in first.items()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in kept}
+        return cls(shapes, {name: first[param] for name, param in every if first[param] != name})
+
+
+def _holders(model: nn.Module, layout: StageLayout, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+    places: dict[Tensor, set[int]] = {}
+    for stage, names in enumerate(layout.stages):
+        for name in names:
+            for param in modules[name].parameters():
+                places.setdefault(param, set()).add(layout.place_of(stage))
+    return {name: tuple(sorted(places[param])) for name, param in model.named_parameters()}
 
 
 def _handed_over(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -1,6 +1,7 @@
 """Places, the table, the presets, and what turns one place into another. Pure."""
 
-from shardwise.placement.layout import Layout, Slot, Span, pack, padded_numel
+from shardwise.placement.box import Box
+from shardwise.placement.layout import Layout, Slot, pack, pack_boxes, padded_numel
 from shardwise.placement.moves import Move, MoveVerb, moves
 from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
 from shardwise.placement.presets import (
@@ -13,6 +14,7 @@ from shardwise.placement.presets import (
     table_for,
     takes_local_size,
 )
+from shardwise.placement.span import Span
 from shardwise.placement.table import Table
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "PRESETS",
     "WIDTH",
     "Axes",
+    "Box",
     "Dtype",
     "Kind",
     "Layout",
@@ -34,6 +37,7 @@ __all__ = [
     "mesh_for",
     "moves",
     "pack",
+    "pack_boxes",
     "padded_numel",
     "preset",
     "resident_table",

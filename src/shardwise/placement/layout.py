@@ -4,44 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardwise.mesh import Mesh
+from shardwise.placement.box import Box
 from shardwise.placement.place import Axes
+from shardwise.placement.span import Span
 
 ALIGN = 16
 """Elements. Parameters and shards start on multiples of it: 32 bytes in bf16, a cache line in fp32."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements `start` up to, but not including, `stop` of a flat buffer."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def overlap(self, other: Span) -> Span:
-        """What both cover; empty, never negative, if that is nothing."""
-        start = max(self.start, other.start)
-        return Span(start, max(start, min(self.stop, other.stop)))
-
-    def within(self, other: Span) -> Span:
-        """This span counted from the start of `other`."""
-        return Span(self.start - other.start, self.stop - other.start)
-
-
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in a flat buffer."""
+    """A parameter's place in a flat buffer. Where model axes cut or copy it, `shape` is that of this rank's part, and
+    `box` says which part that is."""
 
     name: str
     shape: tuple[int, ...]
     start: int
+    box: Box | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -59,6 +42,13 @@ def pack(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
         slots.append(Slot(name, shape, start))
         start += _round_up(math.prod(shape), ALIGN)
     return tuple(slots)
+
+
+def pack_boxes(named: Iterable[tuple[str, Box]]) -> tuple[Slot, ...]:
+    """The same of parameters of which this rank has these parts."""
+    every = dict(named)
+    slots = pack((name, box.own_shape) for name, box in every.items())
+    return tuple(replace(slot, box=every[slot.name]) for slot in slots)
 
 
 def padded_numel(slots: Iterable[Slot], num_ranks: int) -> int:

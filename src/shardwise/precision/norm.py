@@ -9,18 +9,19 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.precision.verdict import num_copies
+from shardwise.precision.verdict import copies_of, due_parts
 from shardwise.storage import Flat
 
 
 def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes], list[bytes]]) -> float:
-    """The global `norm_type`-norm of the gradients, once they are where the update needs them. All ranks call.
+    """The global `norm_type`-norm of the gradients, once they are where the update needs them. All ranks call, and
+    `exchange` is among all of them.
 
     `inf` is the largest absolute value. What `torch.nn.utils.get_total_norm` computes for a plain model.
     """
     if not norm_type > 0:
         raise ConfigError(f"A norm of type {norm_type} cannot be summed over ranks; give a positive one, or inf.")
-    dues = [(flat.grads.due, num_copies(flat)) for flat in flats if flat.grads.due is not None]
+    dues = due_parts(flats)
     if math.isinf(norm_type):
         mine = [float(torch.linalg.vector_norm(due, math.inf)) for due, _ in dues if due.numel()]
         told = _told(max(mine, default=0.0), exchange)
@@ -33,7 +34,8 @@ def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes],
 
 
 def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:
-    """The `norm_type`-norm of each parameter's gradient, in the order of `flats` and their parameters. All ranks call.
+    """The `norm_type`-norm of each parameter's gradient, in the order of `flats` and their parameters. All ranks call,
+    and `exchange` is among those who list the same parameters.
 
     Zero for a parameter without a gradient.
     """
@@ -48,7 +50,7 @@ def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes]
                 mine.append(0.0)
                 continue
             norm = float(torch.linalg.vector_norm(piece.double(), norm_type))
-            mine.append(norm if is_largest else norm**norm_type / num_copies(flat))
+            mine.append(norm if is_largest else norm**norm_type / copies_of(flat, index))
     told = [struct.unpack(f"<{len(mine)}d", message) for message in exchange(struct.pack(f"<{len(mine)}d", *mine))]
     if is_largest:
         return [math.nan if any(map(math.isnan, every)) else max(every) for every in zip(*told, strict=True)]

@@ -8,6 +8,11 @@ where its `.grad` would be None. One that only some ranks reached is updated by 
 [Note: one number for two] Ranks with something to reduce and ranks with news are counted in one element, the latter in
 units of `_NEWS`. fp32 counts exactly as long as either are fewer than that.
 
+[Note: the whole model] Along model axes ranks hold different parts of one model, and have to take the same decisions
+all the same: so norm, news and what is left are summed over those axes too, every element of the unsplit model counted
+once (one that lies on several ranks counts for its part on each). Which parameters were touched is summed where ranks
+list the same parameters; stages of a pipeline do not, and keep that to themselves.
+
 [Note: agreed by messages] On a CPU the host reads the sum, which costs nothing. On a device it would wait for all that
 it has queued, in every step. What a host has to know to go on (which parameters have a gradient, whether some are left
 to reduce, whether buffers changed) are facts of hosts, and so they travel in a message between hosts, of one byte
@@ -19,7 +24,7 @@ has overflowed, and whether a buffer that rests on the device has changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Protocol
@@ -61,7 +66,9 @@ class NoNews:
 class Verdict:
     """The verdict of one step at a time, over the trainable flat buffers of one model.
 
-    With `exchange` ranks agree by messages, see the note; `must_know_norm` is for fp16, where a step depends on it.
+    With `exchange`, which is among all ranks, they agree by messages, see the note; `peers` are the ranks that list the
+    same parameters, `stages` the axes along which they list others. `must_know_norm` is for fp16, where a step depends
+    on it.
     """
 
     def __init__(
@@ -72,6 +79,8 @@ class Verdict:
         news: News,
         *,
         exchange: Callable[[bytes], list[bytes]] | None = None,
+        peers: Collection[int] = (),
+        stages: Collection[str] = (),
         must_know_norm: bool = False,
     ) -> None:
         self._flats = [flat for flat in flats if flat.spec.trainable]
@@ -79,6 +88,8 @@ class Verdict:
         self._groups = groups
         self._news = news
         self._exchange = exchange
+        self._peers = frozenset(peers)
+        self._stages = frozenset(stages)
         self._must_know_norm = must_know_norm
         self._dtype = torch_dtype(verdict_dtype([flat.spec for flat in self._flats]))
         self._vector: Tensor | None = None
@@ -96,7 +107,9 @@ class Verdict:
         """Add up what the ranks along `axis` say. All of them call, once per axis and step."""
         if self._vector is None:
             self._vector = self._own()
-        self._vector = sum_small(self._vector, self._collectives, self._groups[axis], "verdict")
+        told = self._vector[:2] if axis in self._stages else self._vector
+        summed = sum_small(told, self._collectives, self._groups[axis], "verdict")
+        self._vector = torch.cat([summed, self._vector[summed.numel() :]]) if axis in self._stages else summed
 
     def decide(self) -> Norm:
         """Settle which parameters were touched anywhere and return the global 2-norm of the gradients."""
@@ -123,7 +136,7 @@ class Verdict:
             start += len(flat.slots)
 
     def _own(self) -> Tensor:
-        """This rank's summand. Ranks that hold the same elements share in their norm."""
+        """This rank's summand. Ranks that hold the same elements share in their norm: see [Note: the whole model]."""
         touched = self._touched_here()
         device = self._flats[0].device if self._flats else torch.device("cpu")
         if self._exchange is None:
@@ -136,10 +149,8 @@ class Verdict:
             if news is not None:
                 vector[1] = news * _NEWS
         assert vector.numel() == verdict_numel(len(touched))
-        for flat in self._flats:
-            due = flat.grads.due
-            if due is not None:
-                vector[0] += torch.linalg.vector_norm(due, dtype=self._dtype) ** 2 / num_copies(flat)
+        for due, copies in due_parts(self._flats):
+            vector[0] += torch.linalg.vector_norm(due, dtype=self._dtype) ** 2 / copies
         return vector
 
     def _touched_here(self) -> list[bool]:
@@ -158,7 +169,7 @@ class Verdict:
         together = 0
         for rank, message in enumerate(said):
             together |= message[0]
-            if not message[0] & _SAME_MARKS:
+            if not message[0] & _SAME_MARKS and (rank in self._peers or not self._peers):
                 self._marks[rank] = int.from_bytes(message[1:], "little")
         touched = reduce(or_, set(self._marks.values())).to_bytes(len(mine), "little")
         told = float(bool(together & _LEFT)) + _NEWS * bool(together & _HAS_NEWS)
@@ -188,7 +199,18 @@ def scale_gradients(flats: Sequence[Flat], factor: float | Tensor) -> None:
         torch._foreach_mul_(dues, factor)
 
 
-def num_copies(flat: Flat) -> int:
-    """On how many ranks each element of the gradient lies, once it is where the update needs it."""
-    table = flat.spec.table
-    return math.prod(flat.spec.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)
+def due_parts(flats: Sequence[Flat]) -> list[tuple[Tensor, int]]:
+    """What is due on this rank, in parts, and on how many ranks of the mesh the elements of each lie."""
+    return [
+        (flat.grads.due[span.start : span.stop], copies)
+        for flat in flats
+        if flat.grads.due is not None
+        for span, copies in flat.grads.copies_of_due
+    ]
+
+
+def copies_of(flat: Flat, index: int) -> int:
+    """On how many ranks of the mesh each element of a parameter's gradient lies, where the update needs it."""
+    table, box = flat.spec.table, flat.slots[index].box
+    over_data = math.prod(flat.spec.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)
+    return over_data * (1 if box is None else box.copies)

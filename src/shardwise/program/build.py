@@ -76,9 +76,8 @@ def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
     before = [action for flat in flats for action in step_gradients(flat)]
     after = [action for flat in flats for action in step_parameters(flat)]
     axes = units[0].flats[0].table.axes if units else ()
-    if flats and axes:
-        numel = verdict_numel(sum(flat.num_params for flat in flats))
-        before += _agree(flats[0].mesh, axes, "verdict", numel, verdict_dtype(flats))
+    if units:
+        before += _verdict(units[0].flats[0].mesh, axes, flats)
     if axes and buffers_bytes:
         after.append(Action("broadcast", ALL_FLATS, "buffers", "world", "-", buffers_bytes))
     during = (*_norms(flats), *_matrices(tuple(matrix_exchanges(flats).values())))
@@ -233,9 +232,23 @@ def verdict_dtype(flats: Sequence[FlatSpec]) -> Dtype:
     return "fp64" if any("fp64" in (flat.table.grad.dtype, flat.table.optim.dtype) for flat in flats) else "fp32"
 
 
+def _verdict(mesh: Mesh, axes: Axes, flats: Sequence[FlatSpec]) -> list[Action]:
+    """Over the data axes among those who have something to train, and over the model axes among all: there the sums are
+    of the whole model's norm, and of parameters' touches where ranks list the same ones."""
+    dtype = verdict_dtype(flats)
+    numel = verdict_numel(sum(flat.num_params for flat in flats))
+    agreed = _agree(mesh, axes if flats else (), "verdict", numel, dtype)
+    for axis in mesh.model_axes:
+        shares = axis in mesh.same_params_axes
+        agreed += _agree(mesh, (axis,), "verdict", numel if shares else verdict_numel(0), dtype)
+    return agreed
+
+
 def norms_axes(flats: Sequence[FlatSpec]) -> Axes:
-    """The axes over which any flat buffer's states are sharded, and so the norms of its parameters are summands."""
+    """The axes over which any flat buffer's states are sharded, or parameters cut: norms of parameters are summands
+    there."""
     sharded = {axis for flat in flats if flat.trainable for axis in flat.table.optim.shard}
+    sharded |= set(flats[0].mesh.same_params_axes) if flats else set()
     return tuple(axis for axis in flats[0].mesh.axes if axis in sharded) if flats else ()
 
 

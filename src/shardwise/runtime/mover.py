@@ -113,7 +113,7 @@ class Mover:
 
     def _count_read(self, gathered: Tensor, group: Group) -> None:
         """What the others read of this rank's, as if it had been sent: ranks that differ are told of it as then."""
-        self._journal.mark(self._gathering)
+        self._journal.mark(self._gathering, is_of_part=True)
         ledger, num_ranks = self._collectives.ledger, len(group.ranks)
         ledger.called("gather", group.axis)
         ledger.sent("gather", group.axis, (num_ranks - 1) * (gathered.nbytes // num_ranks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -49,6 +50,8 @@ class FlatGradients:
         self._due_span = spec.layout.span(spec.table.optim.shard, coordinate)
         self._arrived: set[int] = set()
         """Parameters whose gradient of the backward that runs has come."""
+        self.copies_of_due = _copies_of(spec, self._slots, self._due_span)
+        """What is due here, as ranges of it, and of each on how many ranks of the whole mesh its elements lie."""
         self._prepare()
 
     def _prepare(self) -> None:
@@ -225,6 +228,21 @@ class FlatGradients:
 
 def _part(tensor: Tensor, span: Span) -> Tensor:
     return tensor[span.start : span.stop]
+
+
+def _copies_of(spec: FlatSpec, slots: Sequence[Slot], due: Span) -> tuple[tuple[Span, int], ...]:
+    """Neighbours that lie on as many ranks are one range; what is between parameters is zero and may be in either."""
+    table = spec.table
+    over_data = math.prod(spec.mesh.size(axis) for axis in table.axes if axis not in table.optim.shard)
+    found: list[tuple[Span, int]] = []
+    for slot in slots:
+        copies = over_data * (1 if slot.box is None else slot.box.copies)
+        mine = slot.span.overlap(due).within(due)
+        if found and found[-1][1] == copies:
+            found[-1] = (Span(found[-1][0].start, max(found[-1][0].stop, mine.stop)), copies)
+        elif mine.numel:
+            found.append((mine, copies))
+    return tuple(found)
 
 
 def _factor(scale: float, dtype: torch.dtype) -> Tensor | float:

@@ -9,13 +9,14 @@ with several *sites*: modules before which it is gathered.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, nearest
+from shardwise.placement import Box, Slot, pack, pack_boxes
 
 REST = "rest"
 SMALL_NUMEL = 2**14
@@ -28,11 +29,21 @@ Groups = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class UnitChoice:
-    """A unit before it has memory: its parameters by name, and the modules before which they are needed."""
+    """A unit before it has memory: its parameters by name, and the modules before which they are needed.
+
+    `boxes` are the parts that this rank has of them, where a model axis cuts or copies any."""
 
     name: str
     params: dict[str, nn.Parameter]
     sites: tuple[nn.Module, ...]
+    boxes: Mapping[nn.Parameter, Box] = field(default_factory=dict)
+
+    def slots(self, named: Iterable[tuple[str, nn.Parameter]]) -> tuple[Slot, ...]:
+        """Places in a flat buffer for some of the parameters, one after the other."""
+        laid = list(named)
+        if not self.boxes:
+            return pack((name, tuple(param.shape)) for name, param in laid)
+        return pack_boxes((name, self.boxes[param]) for name, param in laid)
 
 
 def choose_units(model: nn.Module, plan: Plan) -> list[UnitChoice]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.mesh import Mesh
-from shardwise.placement import Slot, pack, padded_numel
+from shardwise.placement import Slot, padded_numel
 from shardwise.program import FlatSpec, PlacedUpdate, UnitMoments, UnitSpec, Update
 from shardwise.storage.flat import Flat
 from shardwise.storage.select import UnitChoice
@@ -85,7 +85,7 @@ def unit_spec(
     """
     flats = []
     for kind, named in _by_kind(choice, rows).items():
-        slots = pack((name, tuple(param.shape)) for name, param in named)
+        slots = choice.slots(named)
         numel = padded_numel(slots, mesh.num_data_ranks)
         name, table = kind.name(choice.name), kind.row.table.on(mesh)
         placed = _placed(slots, named, updates)
@@ -120,7 +120,7 @@ def make_unit(
     spec = unit_spec(choice, rows, mesh, updates, on_cpu=on_host)
     flats = []
     for flat_spec, named in zip(spec.flats, _by_kind(choice, rows).values(), strict=True):
-        slots = pack((name, tuple(param.shape)) for name, param in named)
+        slots = choice.slots(named)
         flats.append(Flat(flat_spec, slots, [param for _, param in named], coordinate, meter, device))
     return Unit(spec, tuple(flats), list(choice.sites))
 

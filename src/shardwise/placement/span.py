@@ -1,0 +1,26 @@
+"""A range of elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements `start` up to, but not including, `stop` of a flat buffer."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def overlap(self, other: Span) -> Span:
+        """What both cover; empty, never negative, if that is nothing."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def within(self, other: Span) -> Span:
+        """This span counted from the start of `other`."""
+        return Span(self.start - other.start, self.stop - other.start)
