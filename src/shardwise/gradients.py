@@ -82,6 +82,11 @@ class Gradients:
         """Whether any that exist have not been used by a step yet. The same on all ranks; sends nothing."""
         return self.exist() and self._stepped_at != self._moment()
 
+    @property
+    def are_prepared(self) -> bool:
+        """Whether they have been brought to where the update needs them, with none that has come since."""
+        return self._prepared_at == self._moment()
+
     def note_step(self) -> None:
         """A step has used what there is."""
         self._stepped_at = self._moment()

@@ -21,6 +21,7 @@ from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers, hyper_digest
+from shardwise.pipeline import Pipeline, SharedGradients
 from shardwise.precision import LossScaler, NoNews, Norm, Verdict, cast_floating
 from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner, Settings
 from shardwise.sharding import Sharding
@@ -81,6 +82,9 @@ class ShardedModel:
         self.data_group = DataGroup(world, self.mesh)
         self.progress = progress
         self.before_change = before_change
+        self.pipeline: Pipeline | None = None
+        self.shares_params = False
+        """Whether this rank has parameters that other stages of its pipeline have too."""
         self._num_micro_batches = 0
         self._hooks = ExitStack()
         self._parts: Parts | None = self._tied(sharding, optimizers)
@@ -113,6 +117,7 @@ class ShardedModel:
             peers=peers_of_params.group.ranks,
             stages=stages,
             must_know_norm=plan.precision == "fp16",
+            complete=self._shared_gradients(sharding, flats),
         )
         executor = Executor(flats, collectives, groups)
         executor.provide("verdict", lambda action: verdict.sum_over(action.over))
@@ -135,8 +140,20 @@ class ShardedModel:
         cast = self.model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
         self._hooks.callback(cast.remove)
         self._hooks.callback(runner.remove)
+        if sharding.staged is not None:
+            self.pipeline = Pipeline(sharding.staged, world, self.mesh, sharding.device)
+            sharding.staged.attach()
+            self._hooks.callback(sharding.staged.release)
         ledger, timeline = collectives.ledger, executor.timeline
         return Parts(sharding, flats, optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline)
+
+    def _shared_gradients(self, sharding: Sharding, flats: Sequence[Flat]) -> Callable[[], None] | None:
+        """What adds up gradients of parameters that lie on several stages of a pipeline, if this rank has any."""
+        if sharding.staged is None:
+            return None
+        shared = SharedGradients(sharding.staged, flats, self.world, self.mesh)
+        self.shares_params = bool(shared)
+        return shared.add_up if shared else None
 
     def _adopt(
         self, optimizers: Sequence[torch.optim.Optimizer], flats: Sequence[Flat], peers: RankPeers
@@ -224,6 +241,10 @@ class ShardedModel:
     def backward(self, loss: torch.Tensor) -> None:
         self.scale(loss / self.plan.accumulate).backward()  # type: ignore[no-untyped-call]  # torch's own
         self._num_micro_batches += 1
+
+    def note_step_complete(self) -> None:
+        """A pipeline has run all micro-batches of a step, whichever of its losses were this rank's."""
+        self._num_micro_batches = self.plan.accumulate
 
     @property
     def is_between_micro_batches(self) -> bool:

@@ -68,8 +68,13 @@ class Design:
         for choice in self.choices:
             params = {name: param for name, param in choice.params.items() if param in own}
             sites = tuple(site for site in choice.sites if site in present)
-            if params:
-                choices.append(replace(choice, params=params, sites=sites))
+            shared = {name: param for name, param in params.items() if len(staged.holders[name]) > 1}
+            alone = {name: param for name, param in params.items() if name not in shared}
+            if alone:
+                choices.append(replace(choice, params=alone, sites=sites))
+            if shared:  # see [Note: shared parameters] in pipeline/shared.py
+                name = f"{choice.name}+" if alone else choice.name
+                choices.append(replace(choice, name=name, params=shared, sites=sites))
         rows = {param: row for param, row in self.rows.items() if param in own}
         return replace(self, choices=choices, rows=rows, boxes={**self.boxes, **staged.boxes()})
 

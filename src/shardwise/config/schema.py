@@ -45,9 +45,7 @@ def _one_rule(rule: dict[str, str | int]) -> dict[str, str | int]:
 
 # The inner descriptions are how an error and the schema's table say the type in words.
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0, description="bytes such as 64M or 4096")]
-Stages = Annotated[
-    tuple[tuple[str, ...], ...], BeforeValidator(_nested), Field(description="a list of lists of names")
-]
+Stages = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(_nested), Field(description="a list of lists of names")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Field(description="a list of names")]
 UnitRule = Annotated[
     dict[Literal["class", "min_numel", "together"], str | int],

@@ -57,6 +57,7 @@ class FirstValues:
             raise ModelError("init= is for models on the meta device, and this one has values already; leave it out.")
         asked = None if wishes.device is None else world.rank_device.resolve(wishes.device)
         self.device = asked or (world.device if self._is_meta or self._is_deferred else own_device)
+        self._has_begun = False
         self._replayed: tuple[Origin, torch.UntypedStorage] | None = None
 
     def give_to_stages(self, world: World) -> None:
@@ -65,6 +66,7 @@ class FirstValues:
         Raises `ModelError` if ranks would make others of a model that has no values yet. All ranks call.
         """
         if self._is_meta or self._is_deferred or self._match is not None:
+            self._begin()  # while the model is whole: initialisers draw one after the other
             if len(set(world.exchange(self._digest(), "first values"))) > 1:
                 raise ModelError(
                     "The ranks would make different first values, and with pipeline stages none of them makes all. "
@@ -101,6 +103,9 @@ class FirstValues:
             self._match.let_go()
 
     def _begin(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
         if self._is_meta:
             filled = set(self._match) if self._match is not None else set()
             record_init(self._model, CPU, self._wishes.init, filled)

@@ -2,12 +2,14 @@
 
 from shardwise.pipeline.layout import AXIS, StageLayout, has_pipeline, stage_layout
 from shardwise.pipeline.pipeline import Pipeline, Trainer
+from shardwise.pipeline.shared import SharedGradients
 from shardwise.pipeline.staged import PLAIN_LOOP, StagedModel
 
 __all__ = [
     "AXIS",
     "PLAIN_LOOP",
     "Pipeline",
+    "SharedGradients",
     "StageLayout",
     "StagedModel",
     "Trainer",

@@ -76,7 +76,9 @@ class Channel:
         known = self._layouts.get(kind)
         if known is None:
             if layout.dtype not in _DTYPES or len(layout.shape) > _MOST_DIMS:
-                raise ModelError(f"A pipeline stage hands over {layout.dtype} {list(layout.shape)}, which none can take.")
+                raise ModelError(
+                    f"A pipeline stage hands over {layout.dtype} {list(layout.shape)}, which none can take."
+                )
             self._layouts[kind] = layout
             self._keep(self._host.send(layout.numbers(), self._link, "layout"), tensor)
         elif known != layout:

@@ -101,14 +101,18 @@ class Pipeline:
                     self._backward(op, step, trainer, lambda: self._look_ahead(following, step))  # noqa: B023
             return self._finish(step)
 
-    def evaluate(self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None) -> Tensor:
+    def evaluate(
+        self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_segment: Callable[[Hashable], None]
+    ) -> Tensor:
         """The mean loss of all micro-batches, on every rank; forward only, in the order of the schedule."""
         step = _Step(parts, [_kind_of(part) for part in parts], loss_fn)
         with torch.no_grad(), self._cleared_on_error():
             for op in self._row:
                 if op.kind == "F":
+                    begin_segment(("evaluation", op.stage))
                     self._forward(op, step, lambda: None)
                     step.held.clear()
+            begin_segment(())
             return self._finish(step)
 
     # -- one op -----------------------------------------------------------------------------------------

@@ -32,6 +32,10 @@ PLAIN_LOOP = (
 )
 
 
+class ElsewhereError(ModelError, AttributeError):
+    """Something is read of a module that lies on another stage; who only asks whether it is there gets an answer."""
+
+
 class Absent(nn.Module):
     """Stands for a module of another stage. Plain attributes are those of the module, for a forward that reads them.
 
@@ -70,7 +74,7 @@ class Absent(nn.Module):
             plain = self.__dict__.get("_plain", {})
             if name in plain:
                 return plain[name]
-            raise ModelError(
+            raise ElsewhereError(
                 f"The model's forward reads {name} of {self.__dict__.get('_name')}, which lies on another pipeline "
                 f"stage. A pipeline can only call the modules that it deals out; list others: pipeline.stages."
             ) from None
@@ -127,14 +131,13 @@ class StagedModel:
         self._handles: list[RemovableHandle] = []
         self._forward = model.forward
 
-    def _placed(
-        self, model: nn.Module, number: int, name: str, modules: dict[str, nn.Module], own: set[str]
-    ) -> _Place:
+    def _placed(self, model: nn.Module, number: int, name: str, modules: dict[str, nn.Module], own: set[str]) -> _Place:
         above, _, key = name.rpartition(".")
         holder = modules[above]._modules if above else model._modules
         module = modules[name]
-        absent = Absent(name, number, module, self, self.params)
-        return _Place(name, holder, key, module if name in own else None, absent)
+        is_own = name in own
+        absent = Absent(name, number, module, self, set() if is_own else self.params)
+        return _Place(name, holder, key, module if is_own else None, absent)
 
     def boxes(self) -> dict[nn.Parameter, Box]:
         """On how many ranks of the pipeline each of this rank's parameters lies, if any lies on several."""
