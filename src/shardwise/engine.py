@@ -22,6 +22,7 @@ from shardwise.engine_training import EngineTraining
 from shardwise.errors import ModelError, StateError
 from shardwise.init import Init, Wishes
 from shardwise.mesh import Mesh
+from shardwise.pipeline import PLAIN_LOOP
 from shardwise.placement import Table
 from shardwise.precision import LossScaler, Norm
 from shardwise.program import Footprint, render
@@ -168,6 +169,8 @@ class Engine(EngineTraining):
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`."""
         self._require_open()
+        if self._sharded.pipeline is not None:
+            raise StateError(PLAIN_LOOP)
         self._sharded.backward(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -237,6 +240,7 @@ class Engine(EngineTraining):
         as many messages as there are such units in a forward, and the memory of two of them.
         """
         self._require_open()
+        self._sharded.refuse_stages("inference()", "engine.eval_step(batch) runs it without gradients.")
         num_bytes = parse_bytes(keep_bytes) if isinstance(keep_bytes, str) else keep_bytes
         return self._sharded.runner.inference(self.world, num_bytes)
 
@@ -255,6 +259,7 @@ class Engine(EngineTraining):
         else it is the output, or its `loss`. Raises `ModelError` for a model that asks for the values of tensors.
         """
         self._require_open()
+        self._sharded.refuse_stages("rehearse()", "Rehearse it under a plan without the axis pp.")
         return rehearsed(self._sharded, batch, loss)
 
     def timeline(self, path: str | Path) -> AbstractContextManager[None]:

@@ -66,6 +66,8 @@ class Gradients:
         self._holds_more = False
         """Whether there are gradients that no backward has left: zeros, or what somebody assigned."""
         self._is_clipped_by_plan = False
+        self.is_of_stage = False
+        """Whether they are those of some stages of a pipeline, and others are elsewhere."""
         self.is_taken = True
         """Whether the step may be taken: no gradient has overflowed."""
         self.epoch = 0
@@ -180,6 +182,11 @@ class Gradients:
 
     def norms(self, flat: Flat, index: int, norm_type: float) -> float:
         """The norm of one parameter's gradient. Those of all are worked out together, in one message."""
+        if self.is_of_stage:
+            raise StateError(
+                "A rank of a pipeline has the gradients of its own stages, so torch's clip_grad_norm_, or a sum of norms, "
+                "would take those for all. Use engine.clip_grad_norm_(max_norm), or clip_grad_norm in the plan."
+            )
         self.prepare()
         if norm_type not in self._norms:
             self._norms[norm_type] = norms_of(self._flats, norm_type, self._exchange_of_peers)

@@ -143,6 +143,8 @@ class ShardedModel:
         if sharding.staged is not None:
             self.pipeline = Pipeline(sharding.staged, world, self.mesh, sharding.device)
             sharding.staged.attach()
+            gradients.is_of_stage = True
+            world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
             self._hooks.callback(sharding.staged.release)
         ledger, timeline = collectives.ledger, executor.timeline
         return Parts(sharding, flats, optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline)
@@ -238,6 +240,11 @@ class ShardedModel:
 
     # -- what a loop asks for ---------------------------------------------------------------------------
 
+    def refuse_stages(self, what: str, cure: str) -> None:
+        """Raise `StateError` if the model is cut into pipeline stages, for which there is no `what`."""
+        if self.pipeline is not None:
+            raise StateError(f"A model that is cut into pipeline stages has no {what} in this version. {cure}")
+
     def backward(self, loss: torch.Tensor) -> None:
         self.scale(loss / self.plan.accumulate).backward()  # type: ignore[no-untyped-call]  # torch's own
         self._num_micro_batches += 1
@@ -284,6 +291,7 @@ class ShardedModel:
 
     def _whole_state(self, member: torch.optim.Optimizer) -> dict[str, Any]:
         """`state_dict()` of one optimizer, as the plain one would return it."""
+        self.refuse_stages("optimizer.state_dict()", "Checkpoints have the states: engine.save(folder).")
         return self.access.optimizer_state_dict(member)
 
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-import shardwise as sw
 from pipelined import Decoder, Told, batches, rows_of, unsplit
-from shardwise.testing import run_ranks
+from torch import nn
 from twins import adamw
 
+import shardwise as sw
+from shardwise.testing import run_ranks
+
 Tensor = torch.Tensor
-NUM_STEPS, MICRO_BATCHES, CLIP = 4, 4, 0.5
+NUM_STEPS, MICRO_BATCHES, CLIP = 3, 4, 0.5
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept")
 
 
@@ -40,7 +40,8 @@ def pipelined(
             for x, y in data:
                 loss = engine.forward_backward((rows_of(engine, x), rows_of(engine, y)))
                 told.losses.append(engine.mean(loss.item()))
-                told.grads = {name: engine.get(name, "grad") for name in told.names_of(model)}
+                if len(told.losses) == len(data):
+                    told.grads = {name: engine.get(name, "grad") for name in told.names_of(model)}
                 engine.step()
                 told.norms.append(float(engine.gradient_norm or 0.0))
                 told.extra.setdefault("recordings", []).append(engine._sharded.runner.programs.num_recordings)

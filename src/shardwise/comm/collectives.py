@@ -26,8 +26,8 @@ class Collectives(Protocol):
 
     Every rank of the group calls, in the same order. Each call returns at once; the tensors it was given
     belong to it until `wait` returns. All tensors are one-dimensional and contiguous, and their length is
-    a multiple of the group's size, except for `broadcast`, `all_to_all` and messages. `subject` says what is sent, such as the
-    name of a flat buffer: ranks that name different ones are told that they contradict each other.
+    a multiple of the group's size, except for `broadcast`, `all_to_all` and messages. `subject` says what is sent, such
+    as the name of a flat buffer: ranks that name different ones are told that they contradict each other.
     """
 
     ledger: Ledger

@@ -95,6 +95,8 @@ class Journal:
         self.num_backwards = 0
         """Backwards since the last optimizer step. Part of the tag: where gradients wait at home until the step, a
         backward left out would go unnoticed otherwise."""
+        self.part = ""
+        """Of a model whose parts lie on different ranks, such as stages of a pipeline, what this rank has."""
         self.error = ""
         """The exception that cut the last forward short, in words."""
         self.waiting: Entry | None = None
@@ -246,7 +248,7 @@ class Journal:
         trace = self._trace
         start = max(0, len(trace) - _NUM_MOMENTS)
         moments = tuple((str(moment), moment.unit) for moment in trace[start : start + _NUM_MOMENTS])
-        return PassPath(self._num_passes, start, moments)
+        return PassPath(self._num_passes, start, moments, self.part)
 
 
 def in_words(error: BaseException) -> str:

@@ -133,11 +133,13 @@ class TorchGroups:
         return work
 
     def send(self, tensor: Tensor, rank: int, group: ProcessGroup) -> TorchWork:
-        work: TorchWork = dist.isend(tensor, rank, group=group)
+        work = dist.isend(tensor, rank, group=group)
+        assert work is not None  # this rank is of the group
         return work
 
     def receive(self, tensor: Tensor, rank: int, group: ProcessGroup) -> TorchWork:
-        work: TorchWork = dist.irecv(tensor, rank, group=group)
+        work = dist.irecv(tensor, rank, group=group)
+        assert work is not None
         return work
 
     def abort(self, groups: Iterable[ProcessGroup]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
@@ -73,7 +74,7 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
         modules = dict(model.named_modules(remove_duplicate=False))
         costs = [sum(param.numel() for param in modules[name].parameters()) for name in pieces]
         cuts = [0, *balanced(costs, num_stages), len(pieces)]
-        stages = tuple(tuple(pieces[start:stop]) for start, stop in zip(cuts, cuts[1:], strict=False))
+        stages = tuple(tuple(pieces[start:stop]) for start, stop in pairwise(cuts))
     else:
         stages = tuple(_listed(model, names) for names in asked.stages)
         if len(stages) != num_stages:
@@ -118,8 +119,8 @@ def _found(model: nn.Module) -> list[str]:
     rows = [(name, module) for name, module in model.named_modules() if _is_row(module)]
     if not rows:
         raise ModelError(
-            f"{type(model).__name__} has no sequence of blocks (an nn.ModuleList or nn.Sequential of one class), so it "
-            f"cannot be cut into stages by itself. List the modules of each stage: pipeline: {{stages: [[...], [...]]}}."
+            f"{type(model).__name__} has no sequence of blocks (an nn.ModuleList or nn.Sequential of one class), so "
+            f"it cannot be cut into stages by itself. List the modules of each: pipeline: {{stages: [[...], [...]]}}."
         )
     name, _ = max(rows, key=lambda row: _numel(row[1]))
     return list(_walk(model, "", name))

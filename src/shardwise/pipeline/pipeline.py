@@ -12,6 +12,7 @@ import torch
 from shardwise.comm import World, link_between
 from shardwise.mesh import Mesh
 from shardwise.micro_batches import LossFunction, MicroBatch
+from shardwise.pipeline.across import AcrossStages
 from shardwise.pipeline.layout import AXIS, StageLayout
 from shardwise.pipeline.messages import Channel, Layout
 from shardwise.pipeline.staged import StagedModel
@@ -64,6 +65,7 @@ class Pipeline:
     def __init__(self, staged: StagedModel, world: World, mesh: Mesh, device: torch.device) -> None:
         self.staged = staged
         self.layout: StageLayout = staged.layout
+        self.across = AcrossStages(staged, world, mesh, device)
         self.place = mesh.coordinate(world.rank)[AXIS]
         self._line = world.group(mesh, AXIS)
         self._collectives = world.collectives(device)

@@ -47,14 +47,15 @@ class SharedGradients:
             due = flat.grads.due
             assert due is not None
             parts = [due.clone() if place == self._place else torch.empty_like(due) for place in places]
-            works = []
-            for place, part in zip(places, parts, strict=True):
-                if place != self._place:
-                    works.append(self._collectives.receive(part, self._link(place, self._place, flat), "gradients"))
+            others = [place for place in places if place != self._place]
             own = parts[places.index(self._place)]
-            for place in places:
-                if place != self._place:
-                    works.append(self._collectives.send(own, self._link(self._place, place, flat), "gradients"))
+            works = [
+                self._collectives.receive(parts[places.index(place)], self._link(place, self._place, flat), "gradients")
+                for place in others
+            ]
+            works += [
+                self._collectives.send(own, self._link(self._place, place, flat), "gradients") for place in others
+            ]
             coming.append((flat, parts, works))
         for flat, parts, works in coming:
             for work in works:

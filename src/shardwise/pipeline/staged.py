@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
-from shardwise.pipeline.layout import StageLayout
+from shardwise.pipeline.layout import AXIS, StageLayout
 from shardwise.placement import Box
 from shardwise.runtime import EndOfForward, tensors_in
 
@@ -138,6 +138,13 @@ class StagedModel:
         is_own = name in own
         absent = Absent(name, number, module, self, set() if is_own else self.params)
         return _Place(name, holder, key, module if is_own else None, absent)
+
+    def is_first_with(self, name: str) -> bool:
+        """Whether no lower place along the axis has this parameter or buffer."""
+        if name in self.holders:
+            return self.holders[name][0] == self.place
+        is_in_stage = any(name.startswith(f"{piece}.") for piece in self._names)
+        return is_in_stage or self.place == 0
 
     def boxes(self) -> dict[nn.Parameter, Box]:
         """On how many ranks of the pipeline each of this rank's parameters lies, if any lies on several."""
@@ -264,6 +271,8 @@ class WholeNames:
 
     shapes: dict[str, tuple[int, ...]]
     ties: dict[str, str]
+    state_names: tuple[str, ...]
+    """All that its `state_dict()` has, in that order."""
 
     @classmethod
     def of(cls, model: nn.Module) -> WholeNames:
@@ -272,9 +281,15 @@ class WholeNames:
         for name, param in every:
             first.setdefault(param, name)
         kept = model.state_dict(keep_vars=True).keys()
+        for name, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise ModelError(
+                    f"{name or type(model).__name__} has an extra state (get_extra_state), which this version cannot "
+                    f"gather from pipeline stages. Leave the axis {AXIS!r} out of the mesh."
+                )
         shapes = {name: tuple(param.shape) for param, name in first.items()}
         shapes |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in kept}
-        return cls(shapes, {name: first[param] for name, param in every if first[param] != name})
+        return cls(shapes, {name: first[param] for name, param in every if first[param] != name}, tuple(kept))
 
 
 def _holders(model: nn.Module, layout: StageLayout, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
@@ -296,8 +311,7 @@ def _handed_over(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
             f"{name} is called with {shown} first, but stages hand one floating-point tensor over. Cut the model "
             f"elsewhere: pipeline.stages."
         )
-    others = [*tensors_in(args[1:]), *tensors_in({other: value for other, value in kwargs.items() if other != key})]
-    if any(other.requires_grad and other is not given for other in (others if args else others)):
+    if any(other.requires_grad and other is not given for other in tensors_in((args, kwargs))):
         raise ModelError(
             f"{name} is called with a second tensor through which gradients flow, but pipeline stages hand only the "
             f"first over. Cut the model elsewhere: pipeline.stages."
