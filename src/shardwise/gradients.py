@@ -184,8 +184,8 @@ class Gradients:
         """The norm of one parameter's gradient. Those of all are worked out together, in one message."""
         if self.is_of_stage:
             raise StateError(
-                "A rank of a pipeline has the gradients of its own stages, so torch's clip_grad_norm_, or a sum of norms, "
-                "would take those for all. Use engine.clip_grad_norm_(max_norm), or clip_grad_norm in the plan."
+                "A rank of a pipeline has the gradients of its own stages, so torch's clip_grad_norm_, or a sum of "
+                "norms, would take those for all. Use engine.clip_grad_norm_(max_norm), or clip_grad_norm in the plan."
             )
         self.prepare()
         if norm_type not in self._norms:

@@ -90,3 +90,100 @@ def test_four_stages(schedule: str, tied: bool) -> None:
     assert shared == ({"tokens.weight"} if tied else set())
     assert set.union(*held) == {name for name, _ in model.named_parameters()}
     assert sum(map(len, held)) == len(set.union(*held)) + tied
+
+
+def test_a_checkpoint_goes_from_stages_to_other_stages_and_to_one_process_and_back(tmp_path: Any) -> None:
+    """Each job resumes from the one before, takes a step, and saves; together they train like the twin."""
+    torch.manual_seed(0)
+    model = Decoder(tied=True)
+    meshes: list[dict[str, int]] = [{"pp": 2, "dp": 2}, {"dp": 1}, {"pp": 4}, {"pp": 2}, {"dp": 2}, {"pp": 1, "dp": 2}]
+    presets = ["zero1", "zero3", "zero3", "ddp", "zero2", "zero1"]
+    data = batches(len(meshes), 8)
+    twin = unsplit(model, data, clip=CLIP)
+    losses = []
+    for (x, y), mesh, preset in zip(data, meshes, presets, strict=True):
+        num_ranks = math.prod(mesh.values())
+        models = [Decoder(tied=True) for _ in range(num_ranks)]
+
+        def rank(world: sw.World) -> tuple[float, dict[str, Tensor]]:
+            mine = models[world.rank]  # noqa: B023
+            plan = {"preset": preset, "mesh": mesh, "accumulate": MICRO_BATCHES, "clip_grad_norm": CLIP}  # noqa: B023
+            with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+                if losses:
+                    assert engine.resume(tmp_path) is not None
+                else:
+                    engine.load_state_dict(model.state_dict())
+                share = rows_of(engine, x), rows_of(engine, y)  # noqa: B023
+                loss = engine.mean(engine.train_step(share).item())
+                engine.save(tmp_path, wait=False)
+                return loss, engine.state_dict()
+
+        told = run_ranks(num_ranks, rank)
+        losses.append(told[0][0])
+        for _, params in told:
+            assert list(params) == list(twin.params)
+    assert losses == pytest.approx(twin.losses, rel=1e-5)
+    for name, expected in twin.params.items():
+        torch.testing.assert_close(params[name], expected, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_resuming_the_same_stages_is_exact(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    data = batches(4, 8)
+
+    def run(first: int, last: int, *, resumes: bool) -> list[Told]:
+        models = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> Told:
+            mine, told = models[world.rank], Told()
+            plan = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": MICRO_BATCHES}
+            with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+                if resumes:
+                    engine.resume(tmp_path)
+                for batch in data[first:last]:
+                    told.losses.append(engine.train_step(batch).item())
+                if not resumes and last == 2:
+                    engine.save(tmp_path)
+                told.params = engine.state_dict()
+            return told
+
+        return run_ranks(2, rank)
+
+    through, _, resumed = run(0, 4, resumes=False), run(0, 2, resumes=False), run(2, 4, resumes=True)
+    for one, other in zip(through, resumed, strict=True):
+        assert one.losses[2:] == other.losses
+        assert all(torch.equal(one.params[name], other.params[name]) for name in one.params)
+
+
+def test_evaluation_and_shapes_that_change_from_batch_to_batch() -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    data = batches(6, 8, lengths=(6, 3, 5))
+    expected = [model(x, y).item() for x, y in data[:3]]
+    twin = unsplit(model, data, clip=CLIP)
+    models = [copy.deepcopy(model) for _ in range(4)]
+
+    def rank(world: sw.World) -> Told:
+        mine, told = models[world.rank], Told()
+        plan = {
+            "preset": "zero3",
+            "mesh": {"dp": 2, "pp": 2},
+            "accumulate": 2,
+            "clip_grad_norm": CLIP,
+            "pipeline": {"schedule": "interleaved"},
+        }
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            told.extra["evaluated"] = [
+                engine.mean(engine.eval_step((rows_of(engine, x), rows_of(engine, y))).item()) for x, y in data[:3]
+            ]
+            for x, y in data:
+                told.losses.append(engine.mean(engine.train_step((rows_of(engine, x), rows_of(engine, y))).item()))
+            told.params = engine.state_dict()
+        return told
+
+    for told in run_ranks(4, rank):
+        assert told.extra["evaluated"] == pytest.approx(expected, rel=1e-5)
+        assert told.losses == pytest.approx(twin.losses, rel=1e-5)
+        for name, value in twin.params.items():
+            torch.testing.assert_close(told.params[name], value, rtol=1e-5, atol=1e-5, msg=name)
