@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.comm import World, link_between
+from shardwise.errors import ModelError
 from shardwise.mesh import Mesh
 from shardwise.micro_batches import LossFunction, MicroBatch
 from shardwise.pipeline.across import AcrossStages
@@ -70,6 +71,7 @@ class Pipeline:
         self._line = world.group(mesh, AXIS)
         self._collectives = world.collectives(device)
         self._device = device
+        self._has_seen_batch = False
         self._row = self.layout.schedule.rows[self.place]
         self._last_stage = len(self.layout.stages) - 1
         host = world.collectives(torch.device("cpu"))
@@ -91,6 +93,7 @@ class Pipeline:
 
     def train(self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss, on every rank."""
+        self._check_same_batch(parts)
         step = _Step(parts, [_kind_of(part) for part in parts], loss_fn)
         with self._cleared_on_error():
             for index, (op, segment, is_last) in enumerate(_segments(self._row)):
@@ -166,6 +169,24 @@ class Pipeline:
         held = step.held.get((stage, batch))
         if kind == "B" and stage < self._last_stage and held is not None:
             self._backward_from[stage].expect(Layout(tuple(held.output.shape), held.output.dtype), batch)
+
+    def _check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
+        """In the first step: ranks of one pipeline have been given the same batch, as far as shapes and sums tell."""
+        if self._has_seen_batch:
+            return
+        self._has_seen_batch = True
+        given = [
+            [_kind_of(part), [float(one.double().sum()) for one in tensors_in((part.args, part.kwargs))]]
+            for part in parts
+        ]
+        said = self._collectives.exchange(repr(given).encode(), self._line, "batch")
+        odd = next((place for place, one in enumerate(said) if one != said[0]), None)
+        if odd is not None:
+            raise ModelError(
+                f"Under a pipeline rank {self._line.ranks[odd]} was given another batch than rank "
+                f"{self._line.ranks[0]}, though both have stages of one model. Deal batches out by data axes: ranks "
+                f"along the mesh axis {AXIS!r} get the same."
+            )
 
     # -- the end of a step ------------------------------------------------------------------------------
 
