@@ -15,6 +15,7 @@ from shardwise.mesh import Mesh
 from shardwise.program.schedule import Schedule, schedule_for
 
 AXIS = "pp"
+_ROUTERS = "output_router_logits"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def has_pipeline(mesh: Mesh) -> bool:
 def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
     """The stages that `plan` asks for. Raises `ConfigError` or `ModelError` for a model that cannot be cut so."""
     num_ranks, asked = mesh.size(AXIS), plan.pipeline
+    refuse_sums_over_layers(getattr(model, "config", None), "The model's config")
     num_chunks = asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
     schedule = schedule_for(asked.schedule, num_ranks, plan.accumulate, num_chunks)
     if asked.schedule == "zb-h1":
@@ -84,6 +86,16 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
             )
     _check_cover(model, [name for stage in stages for name in stage])
     return StageLayout(stages, num_ranks, schedule)
+
+
+def refuse_sums_over_layers(settings: object, what: str) -> None:
+    """Raise `ModelError` where a model of transformers adds a loss over the routers of all layers to its own."""
+    asked = settings.get(_ROUTERS) if isinstance(settings, dict) else getattr(settings, _ROUTERS, False)
+    if asked:
+        raise ModelError(
+            f"{what} has {_ROUTERS}, which makes the last stage add a loss over the routers of all layers, and it has "
+            f"only its own. Set it to False."
+        )
 
 
 def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
@@ -122,8 +134,14 @@ def _found(model: nn.Module) -> list[str]:
             f"{type(model).__name__} has no sequence of blocks (an nn.ModuleList or nn.Sequential of one class), so "
             f"it cannot be cut into stages by itself. List the modules of each: pipeline: {{stages: [[...], [...]]}}."
         )
-    name, _ = max(rows, key=lambda row: _numel(row[1]))
-    return list(_walk(model, "", name))
+    row, _ = max(rows, key=lambda row: _numel(row[1]))
+    registered = list(_walk(model, "", row))
+    blocks = [name for name in registered if name.startswith(f"{row}.") or not row]
+    late = [name for name in registered if "final" in name.rpartition(".")[2] and name not in blocks]
+    first = registered.index(blocks[0])
+    before = [name for name in registered[:first] if name not in late]
+    after = [name for name in registered[first + len(blocks) :] if name not in late]
+    return [*before, *blocks, *late, *after]  # a `final_layer_norm` is, wherever it is registered (as in OPT)
 
 
 def _walk(module: nn.Module, path: str, row: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
-from shardwise.pipeline.layout import AXIS, StageLayout
+from shardwise.pipeline.layout import AXIS, StageLayout, refuse_sums_over_layers
 from shardwise.placement import Box
 from shardwise.runtime import EndOfForward, tensors_in
 
@@ -212,6 +212,7 @@ class StagedModel:
         now = self._now
         if now is None:
             raise StateError(PLAIN_LOOP)
+        refuse_sums_over_layers(kwargs, "The batch")
         try:
             output = original(*args, **kwargs)
         except EndOfForward as end:
