@@ -104,7 +104,7 @@ def test_a_decoder_in_stages_trains_like_the_whole(
     model = build(kind)
     model.train()
     if recomputes:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     data = padded()
     losses, norms, params = twin_of(model, data)
     models = [copy.deepcopy(model) for _ in range(mesh["pp"])]

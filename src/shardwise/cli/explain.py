@@ -85,20 +85,24 @@ def _explained(args: argparse.Namespace) -> Explanation:
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch needs a model: give --model FILE:CALLABLE too.")
-    units, sizes, activations = _units(args, plan, table, mesh)
-    subject = Subject(units, sizes, args.optimizer_states, args.optimizer, activations, args.batch)
+    is_pipelined = "pp" in mesh.axes and mesh.size("pp") > 1
+    if args.batch is not None and is_pipelined:
+        raise ConfigError("--batch counts the activations of a whole model; leave it out for a mesh with an axis pp.")
+    units, sizes, activations, stages = _units(args, plan, table, mesh)
+    subject = Subject(units, sizes, args.optimizer_states, args.optimizer, activations, args.batch, stages)
     return explain(plan, mesh, table, known_from, subject)
 
 
 def _units(
     args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh
-) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...], Activations | None]:
-    """Units, their sizes, and the activations of a batch, if there is one."""
+) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...], Activations | None, str]:
+    """Units, their sizes, the activations of a batch, if there is one, and who has which stage of a pipeline."""
     if args.model is None:
-        return stand_in(table, mesh, args.optimizer), (), None
+        return stand_in(table, mesh, args.optimizer), (), None, ""
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
+    stages = model_file.stages_of(model, plan, mesh)
     if args.batch is None:
-        return specs, sizes, None
-    return specs, sizes, model_file.activations_of(model, args.batch, plan, table, mesh)
+        return specs, sizes, None, stages
+    return specs, sizes, model_file.activations_of(model, args.batch, plan, table, mesh), stages

@@ -21,6 +21,7 @@ from shardwise.program import (
     straight_trace,
     update_by,
 )
+from shardwise.program.schedule import Schedule, schedule_of, timed
 
 NUM_STAND_INS = 4
 STAND_IN_SHAPE = (2**10, 2**10)
@@ -50,6 +51,8 @@ class Subject:
     optimizer: str | None = None
     activations: Activations | None = None
     batch: str | None = None
+    stages: str = ""
+    """Of a pipeline: which rank has which modules."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,12 @@ class Explanation:
     def rules(self) -> dict[str, Table]:
         """The tables of the plan's rules, by name."""
         return ruled_tables(self.plan, self.mesh)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The order of micro-batches, if the mesh has a pipeline."""
+        num_ranks = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)).get("pp", 1)
+        return schedule_of(self.plan, num_ranks) if num_ranks > 1 else None
 
     @property
     def program(self) -> str:
@@ -108,7 +117,7 @@ def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[Un
 
 def as_json(explained: Explanation) -> dict[str, Any]:
     """Everything as values that JSON has; bytes are per rank."""
-    table, subject = explained.table, explained.subject
+    table, subject, schedule = explained.table, explained.subject, explained.schedule
     return {
         "plan": {path: {"value": value, "from": origin} for path, value, origin in plan_table(explained.plan)},
         "mesh": dict(zip(explained.mesh.axes, explained.mesh.sizes, strict=True)),
@@ -126,6 +135,8 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,
         "program": explained.program,
+        **({} if schedule is None else {"schedule": str(schedule), "bubble": timed(schedule).bubble}),
+        **({"stages": subject.stages.splitlines()} if subject.stages else {}),
     }
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from shardwise.config import Plan
 from shardwise.errors import ModelError, nearest
 from shardwise.mesh import Mesh
 from shardwise.optim import hidden_matrices
+from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import rehearse
@@ -30,6 +32,8 @@ def units_of(
 ) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
     """The units that `plan` makes of the `model` that `source` has built, and their sizes."""
     choices, rows = choose_units(model, plan), tables_for(model, plan, mesh)
+    if has_pipeline(mesh):
+        choices = _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
     updates = _updates(model, optimizer) if optimizer else None
     on_cpu = _device().type == "cpu"
     specs = [(choice, unit_spec(choice, rows, mesh, updates, on_cpu=on_cpu)) for choice in choices]
@@ -37,6 +41,23 @@ def units_of(
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
     return tuple(spec for _, spec in kept), tuple(_size(choice) for choice, _ in kept)
+
+
+def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
+    """Which rank along the pipeline has which modules, a line for each; "" without a pipeline."""
+    return str(stage_layout(model, plan, mesh)) if has_pipeline(mesh) else ""
+
+
+def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
+    """What of the units lies on the pipeline rank that has most parameters."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    held = [
+        {param for stage in layout.at(place) for name in layout.stages[stage] for param in modules[name].parameters()}
+        for place in range(layout.num_ranks)
+    ]
+    most = max(held, key=lambda params: sum(param.numel() for param in params))
+    own = [replace(one, params={name: param for name, param in one.params.items() if param in most}) for one in choices]
+    return [one for one in own if one.params]
 
 
 def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh) -> Activations:

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.mesh import Mesh
-from shardwise.program.schedule import Schedule, schedule_for
+from shardwise.program.schedule import Schedule, schedule_of
 
 AXIS = "pp"
 _ROUTERS = "output_router_logits"
@@ -58,14 +58,13 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
     """The stages that `plan` asks for. Raises `ConfigError` or `ModelError` for a model that cannot be cut so."""
     num_ranks, asked = mesh.size(AXIS), plan.pipeline
     refuse_sums_over_layers(getattr(model, "config", None), "The model's config")
-    num_chunks = asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
-    schedule = schedule_for(asked.schedule, num_ranks, plan.accumulate, num_chunks)
+    schedule = schedule_of(plan, num_ranks)
     if asked.schedule == "zb-h1":
         raise ConfigError(
             "The schedule zb-h1 can be printed, but this version does not run it: a backward here makes the gradients "
             "of inputs and parameters together. Take 1f1b, or interleaved."
         )
-    num_stages = num_ranks * num_chunks
+    num_stages = schedule.num_stages
     if asked.stages == "auto":
         pieces = _found(model)
         if len(pieces) < num_stages:
@@ -81,8 +80,8 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
         stages = tuple(_listed(model, names) for names in asked.stages)
         if len(stages) != num_stages:
             raise ConfigError(
-                f"pipeline.stages lists {len(stages)} stages, but {num_ranks} ranks with {num_chunks} each make "
-                f"{num_stages}. List as many."
+                f"pipeline.stages lists {len(stages)} stages, but {num_ranks} ranks with "
+                f"{num_stages // num_ranks} each make {num_stages}. List as many."
             )
     _check_cover(model, [name for stage in stages for name in stage])
     return StageLayout(stages, num_ranks, schedule)

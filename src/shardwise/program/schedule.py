@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
+from shardwise.config import Plan
 from shardwise.errors import ConfigError, ProgramError, nearest
 
 OpKind = Literal["F", "B", "I", "W"]
@@ -172,6 +173,13 @@ def schedule_for(name: str, num_ranks: int, num_micro_batches: int, num_chunks: 
     schedule = SCHEDULES[name](num_ranks, num_micro_batches, num_chunks)
     timed(schedule)
     return schedule
+
+
+def schedule_of(plan: Plan, num_ranks: int) -> Schedule:
+    """The schedule that a plan asks for on so many pipeline ranks."""
+    asked = plan.pipeline
+    num_chunks = asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
+    return schedule_for(asked.schedule, num_ranks, plan.accumulate, num_chunks)
 
 
 _FORWARD_BACKWARD: tuple[OpKind, OpKind] = ("F", "B")
