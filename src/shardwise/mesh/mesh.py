@@ -84,6 +84,13 @@ class Mesh:
         """How many ranks share the parameters of one part of the model."""
         return math.prod(self.size(axis) for axis in self.data_axes)
 
+    def data_place(self, rank: int) -> int:
+        """The place of `rank` among `num_data_ranks`: ranks that share in one batch have the same."""
+        here, place = self.coordinate(rank), 0
+        for axis in self.data_axes:
+            place = place * self.size(axis) + here[axis]
+        return place
+
     def size(self, axis: str) -> int:
         return self.sizes[self._index(axis)]
 
