@@ -144,6 +144,7 @@ def lay(
     check_batch_norms(model, designed, values.device)
     staged = None
     if designed.stages is not None:
+        world.collectives(values.device).prepare(mesh)
         values.give_to_stages(world)
         staged = StagedModel(model, designed.stages, mesh.coordinate(world.rank)[AXIS])
         staged.take_from(optimizers)
