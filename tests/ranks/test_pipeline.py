@@ -187,3 +187,32 @@ def test_evaluation_and_shapes_that_change_from_batch_to_batch() -> None:
         assert told.losses == pytest.approx(twin.losses, rel=1e-5)
         for name, value in twin.params.items():
             torch.testing.assert_close(told.params[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("Lamb", 1e-4), ("Muon", 3e-3)])
+def test_optimizers_that_look_at_whole_parameters(kind: str, tolerance: float) -> None:
+    """Muon makes matrices orthogonal in bf16, which widens a difference of rounding."""
+    torch.manual_seed(0)
+    model = Decoder(tied=True)
+    data = batches(NUM_STEPS, 8)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        if kind == "Lamb":
+            return sw.optim.Lamb(model.parameters(), lr=1e-2)
+        inner = [param for block in model.blocks for param in block.parameters() if param.dim() == 2]
+        others = [param for param in model.parameters() if all(param is not one for one in inner)]
+        return sw.optim.Muon([{"params": inner}, {"params": others, "use_muon": False}], lr=1e-2)
+
+    runs = pipelined(model, {"pp": 2, "dp": 2}, data, preset="zero2", optimizer=make)
+    assert_same(runs, unsplit(model, data, clip=CLIP, make_optimizer=make), tolerance)
+
+
+def test_rules_late_sums_and_units_of_two_go_with_stages() -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    data = batches(NUM_STEPS, 8)
+    twin = unsplit(model, data, clip=CLIP)
+    rules = {"norms": {"classes": ["LayerNorm"], "rows": {"param": {"shard": []}, "held": {"shard": []}}}}
+    rows = {"grad": {"shard": [], "partial": ["dp"]}}
+    for plan in ({"rules": rules}, {"rows": rows}, {"units": {"class": "Block", "together": 2}}):
+        assert_same(pipelined(model, {"dp": 2, "pp": 2}, data, preset="zero3", **plan), twin)
