@@ -142,10 +142,12 @@ class ShardedModel:
         self._hooks.callback(runner.remove)
         if sharding.staged is not None:
             self.pipeline = Pipeline(sharding.staged, world, self.mesh, sharding.device)
-            sharding.staged.attach()
+            self.pipeline.attach()
+            if self.pipeline.halves_backwards:
+                runner.let_inputs_decide()
             gradients.is_of_stage = True
             world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
-            self._hooks.callback(sharding.staged.release)
+            self._hooks.callback(self.pipeline.release)
         ledger, timeline = collectives.ledger, executor.timeline
         return Parts(sharding, flats, optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline)
 

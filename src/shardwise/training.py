@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.errors import StateError
 from shardwise.micro_batches import LossFunction, MicroBatch, micro_batches
-from shardwise.pipeline import Pipeline
+from shardwise.pipeline import Aside, Pipeline, backward_of_weights
 from shardwise.sharded_model import ShardedModel
 
 Tensor = torch.Tensor
@@ -60,10 +60,20 @@ class _StageTrainer:
         self._reduces = reduces
         self._reduces_each = bool(sharded.table.grad.shard)
 
-    def begin_segment(self, segment: Hashable, *, is_last_of_stage: bool) -> None:
+    def begin_segment(self, segment: Hashable, *, is_half: bool, is_last_of_stage: bool) -> None:
         runner = self._sharded.runner
         runner.begin_segment(segment)
-        runner.passes.reduces = self._reduces and (self._reduces_each or is_last_of_stage)
+        runner.passes.reduces = self._reduces and not is_half and (self._reduces_each or is_last_of_stage)
+
+    def backward_of_weights(self, aside: Sequence[Aside]) -> None:
+        runner = self._sharded.runner
+        if self._sharded.progress.scaler is not None:
+            runner.note_scaled()
+        runner.passes.begin()  # no unit opens in it
+        if aside:
+            backward_of_weights(aside)
+        else:  # there is no linear layer that is trained; the first half has done everything
+            runner.end_of_backward()
 
     def backward(self, loss: Tensor) -> None:
         self._sharded.backward(loss)

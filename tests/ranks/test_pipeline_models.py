@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import Block, adamw
 
 import shardwise as sw
+from shardwise.pipeline.weight_grads import WeightGrads, backward_of_weights
 from shardwise.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -101,8 +102,8 @@ def test_stages_that_the_plan_lists_in_the_order_of_the_forward() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["tokens", "blocks", "head"])
-@pytest.mark.parametrize("preset", ["ddp", "zero3"])
-def test_frozen_parts(frozen: str, preset: str) -> None:
+@pytest.mark.parametrize(("preset", "schedule"), [("ddp", "1f1b"), ("zero3", "gpipe"), ("zero2", "zb-h1")])
+def test_frozen_parts(frozen: str, preset: str, schedule: str) -> None:
     """A stage with nothing to train takes part all the same."""
     torch.manual_seed(0)
     model = Decoder(num_blocks=2)
@@ -113,7 +114,9 @@ def test_frozen_parts(frozen: str, preset: str) -> None:
             param.requires_grad = False
     data = [(batch, None) for batch in batches(NUM_STEPS, 8)]
     stages = [["tokens", "blocks.0"], ["blocks.1", "norm", "head"]]
-    assert_equal(run(model, data, preset=preset, pipeline={"stages": stages}), twin_of(model, data))
+    assert_equal(
+        run(model, data, preset=preset, pipeline={"stages": stages, "schedule": schedule}), twin_of(model, data)
+    )
 
 
 class Recomputed(Block):
@@ -122,7 +125,7 @@ class Recomputed(Block):
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 def test_recomputed_blocks(preset: str, schedule: str) -> None:
     torch.manual_seed(0)
     model = Decoder(num_blocks=3)
@@ -131,15 +134,40 @@ def test_recomputed_blocks(preset: str, schedule: str) -> None:
     assert_equal(run(model, data, preset=preset, pipeline={"schedule": schedule}), twin_of(model, data))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 5e-3)])
-def test_narrow_precisions(precision: str, tolerance: float) -> None:
+def test_narrow_precisions(precision: str, tolerance: float, schedule: str) -> None:
     torch.manual_seed(0)
     model = Decoder(tied=True)
     data = [(batch, None) for batch in batches(NUM_STEPS, 8)]
     twin = twin_of(model, data)
-    for one in run(model, data, precision=precision, preset="zero3"):
+    for one in run(model, data, precision=precision, preset="zero3", pipeline={"schedule": schedule}):
         assert one["losses"] == pytest.approx(twin["losses"], rel=tolerance)
         assert one["norms"] == pytest.approx(twin["norms"], rel=tolerance)
+
+
+def test_gradients_of_weights_wait_for_the_second_half_of_a_backward() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2, bias=False))
+    twin = copy.deepcopy(model)
+    x = torch.randn(3, 5, 4, requires_grad=True)
+    plain = x.detach().clone().requires_grad_()
+    twin(plain).square().sum().backward()
+    weights = WeightGrads([model])
+    weights.attach()
+    with weights.put_aside() as aside:
+        model(x).square().sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad)
+    assert [param.grad is None for param in model.parameters()] == [True, True, False, False, True]
+    backward_of_weights(aside)
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
+    model.zero_grad()
+    model(x).square().sum().backward()  # outside of `put_aside` it is whole
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
+    weights.release()
+    assert "forward" not in model[0].__dict__
 
 
 def test_an_overflow_on_one_stage_is_no_step_on_any() -> None:

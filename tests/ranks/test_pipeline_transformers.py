@@ -93,6 +93,7 @@ def twin_of(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float
         ("mixtral", "ddp", {"pp": 2}, "1f1b", False),
         ("phi3", "zero2", {"pp": 2}, "interleaved", False),
         ("gpt2", "zero3", {"pp": 2}, "1f1b", False),
+        ("llama", "zero3", {"pp": 2}, "zb-h1", False),
         ("opt", "zero1", {"pp": 2}, "interleaved", False),
         ("bert", "zero1", {"pp": 3}, "1f1b", False),
     ],

@@ -59,10 +59,10 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
     num_ranks, asked = mesh.size(AXIS), plan.pipeline
     refuse_sums_over_layers(getattr(model, "config", None), "The model's config")
     schedule = schedule_of(plan, num_ranks)
-    if asked.schedule == "zb-h1":
+    if asked.schedule == "zb-h1" and plan.compile is not None:
         raise ConfigError(
-            "The schedule zb-h1 can be printed, but this version does not run it: a backward here makes the gradients "
-            "of inputs and parameters together. Take 1f1b, or interleaved."
+            "The schedule zb-h1 takes the backward of linear layers apart, and a compiled unit has it as one. Leave "
+            "compile out, or take schedule 1f1b."
         )
     num_stages = schedule.num_stages
     if asked.stages == "auto":

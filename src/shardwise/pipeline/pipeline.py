@@ -17,6 +17,7 @@ from shardwise.pipeline.across import AcrossStages
 from shardwise.pipeline.layout import AXIS, StageLayout
 from shardwise.pipeline.messages import Channel, Layout
 from shardwise.pipeline.staged import StagedModel
+from shardwise.pipeline.weight_grads import Aside, WeightGrads
 from shardwise.program.schedule import Op
 from shardwise.runtime import tensors_in
 
@@ -32,12 +33,17 @@ class Trainer(Protocol):
         """Of a micro-batch's loss."""
         ...
 
-    def begin_segment(self, segment: Hashable, *, is_last_of_stage: bool) -> None:
-        """What runs from here to the next backward is of this kind; whether a stage has its last backward in it."""
+    def begin_segment(self, segment: Hashable, *, is_half: bool, is_last_of_stage: bool) -> None:
+        """What runs from here to the next backward is of this kind; whether that backward is a first half only, and
+        whether it is the stage's last."""
         ...
 
     def backward_through(self, output: Tensor, gradient: Tensor) -> None:
         """From the gradient of what a stage has handed over."""
+        ...
+
+    def backward_of_weights(self, aside: Sequence[Aside]) -> None:
+        """The second half of a backward; see [Note: two halves]."""
         ...
 
 
@@ -57,6 +63,7 @@ class _Step:
     kinds: Sequence[Hashable]
     loss_fn: LossFunction | None
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    aside: dict[tuple[int, int], list[Aside]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -73,6 +80,8 @@ class Pipeline:
         self._device = device
         self._has_seen_batch = False
         self._row = self.layout.schedule.rows[self.place]
+        is_halved = any(op.kind == "I" for op in self._row)
+        self._weights = WeightGrads(staged.own_modules()) if is_halved else None
         self._last_stage = len(self.layout.stages) - 1
         host = world.collectives(torch.device("cpu"))
         most = 2 * self.layout.num_ranks
@@ -91,6 +100,22 @@ class Pipeline:
                 self._forward_from[stage + 1] = Channel(up, "activation", self._collectives, host, device, most)
                 self._backward_to[stage + 1] = Channel(down, "gradient", self._collectives, host, device, most)
 
+    @property
+    def halves_backwards(self) -> bool:
+        """Whether the schedule has backwards in two halves; see [Note: two halves] in `weight_grads.py`."""
+        return self._weights is not None
+
+    def attach(self) -> None:
+        """Take the model's forward over, and what else the schedule needs of it."""
+        self.staged.attach()
+        if self._weights is not None:
+            self._weights.attach()
+
+    def release(self) -> None:
+        self.staged.release()
+        if self._weights is not None:
+            self._weights.release()
+
     def train(self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss, on every rank."""
         self._check_same_batch(parts)
@@ -98,12 +123,15 @@ class Pipeline:
         with self._cleared_on_error():
             for index, (op, segment, is_last) in enumerate(_segments(self._row)):
                 if segment is not None:
-                    trainer.begin_segment(segment, is_last_of_stage=is_last)
+                    trainer.begin_segment(segment, is_half=segment[-1][0] == "I", is_last_of_stage=is_last)
                 following = self._row[index + 1] if index + 1 < len(self._row) else None
                 if op.kind == "F":
-                    self._forward(op, step, lambda: self._look_ahead(following, step))  # noqa: B023
+                    self._forward(op, step, following)
+                elif op.kind == "W":
+                    self._look_ahead(following, step)
+                    trainer.backward_of_weights(step.aside.pop((op.stage, op.micro_batch)))
                 else:
-                    self._backward(op, step, trainer, lambda: self._look_ahead(following, step))  # noqa: B023
+                    self._backward(op, step, trainer, following)
             return self._finish(step)
 
     def evaluate(
@@ -115,14 +143,14 @@ class Pipeline:
             for op in self._row:
                 if op.kind == "F":
                     begin_segment(("evaluation", op.stage))
-                    self._forward(op, step, lambda: None)
+                    self._forward(op, step, None)
                     step.held.clear()
             begin_segment(())
             return self._finish(step)
 
     # -- one op -----------------------------------------------------------------------------------------
 
-    def _forward(self, op: Op, step: _Step, look_ahead: Callable[[], None]) -> None:
+    def _forward(self, op: Op, step: _Step, following: Op | None) -> None:
         _, batch, stage = op
         part, kind = step.parts[batch], step.kinds[batch]
         arrived = None
@@ -130,7 +158,7 @@ class Pipeline:
             channel = self._forward_from[stage]
             arrived = channel.receive(channel.layout(kind), batch)
             arrived.requires_grad_(torch.is_grad_enabled())
-        look_ahead()
+        self._look_ahead(following, step)
         with self.staged.running(stage, arrived):
             output = self.staged.model(*part.args, **part.kwargs)
             if stage == self._last_stage:
@@ -141,15 +169,15 @@ class Pipeline:
             self._forward_to[stage].tell_and_send(output, kind, batch)
         step.held[stage, batch] = _Held(output, arrived)
 
-    def _backward(self, op: Op, step: _Step, trainer: Trainer, look_ahead: Callable[[], None]) -> None:
+    def _backward(self, op: Op, step: _Step, trainer: Trainer, following: Op | None) -> None:
         _, batch, stage = op
         held = step.held.pop((stage, batch))
         gradient = None
         if stage < self._last_stage:
             layout = Layout(tuple(held.output.shape), held.output.dtype)
             gradient = self._backward_from[stage].receive(layout, batch)
-        look_ahead()
-        with self.staged.running(stage, held.arrived):
+        self._look_ahead(following, step)
+        with self.staged.running(stage, held.arrived), self._halved(op, step):
             if gradient is None:
                 trainer.backward(held.output)
             else:
@@ -157,6 +185,16 @@ class Pipeline:
         if held.arrived is not None:
             given = held.arrived.grad
             self._backward_to[stage].send(torch.zeros_like(held.arrived) if given is None else given, batch)
+
+    @contextmanager
+    def _halved(self, op: Op, step: _Step) -> Iterator[None]:
+        """Inside, a backward is a first half if `op` is one."""
+        if op.kind != "I" or self._weights is None:
+            yield
+            return
+        with self._weights.put_aside() as aside:
+            yield
+        step.aside[op.stage, op.micro_batch] = aside
 
     def _look_ahead(self, op: Op | None, step: _Step) -> None:
         """Begin to receive what `op` will need, if it is known how large that is."""
@@ -167,7 +205,7 @@ class Pipeline:
             channel = self._forward_from[stage]
             channel.expect(channel.layout(step.kinds[batch]), batch)
         held = step.held.get((stage, batch))
-        if kind == "B" and stage < self._last_stage and held is not None:
+        if kind in "BI" and stage < self._last_stage and held is not None:
             self._backward_from[stage].expect(Layout(tuple(held.output.shape), held.output.dtype), batch)
 
     def _check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
@@ -216,16 +254,16 @@ class Pipeline:
 
 def _segments(row: Sequence[Op]) -> Iterator[tuple[Op, Segment | None, bool]]:
     """Each op; with the first of a pass what the pass is made of, and whether it ends with a stage's last backward."""
-    last = {op.stage: index for index, op in enumerate(row) if op.kind == "B"}
+    last = {op.stage: index for index, op in enumerate(row) if op.kind in "BW"}
     start = 0
     for index, op in enumerate(row):
         if index == start:
-            stop = next((at for at in range(index, len(row)) if row[at].kind == "B"), len(row) - 1)
+            stop = next((at for at in range(index, len(row)) if row[at].kind != "F"), len(row) - 1)
             segment = tuple((one.kind, one.stage) for one in row[index : stop + 1])
             yield op, segment, stop in last.values()
         else:
             yield op, None, False
-        if op.kind == "B":
+        if op.kind != "F":
             start = index + 1
 
 

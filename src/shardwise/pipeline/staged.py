@@ -139,6 +139,10 @@ class StagedModel:
         absent = Absent(name, number, module, self, set() if is_own else self.params)
         return _Place(name, holder, key, module if is_own else None, absent)
 
+    def own_modules(self) -> list[nn.Module]:
+        """The modules of this rank's stages."""
+        return [one.own for one in self._places if one.own is not None]
+
     def is_first_with(self, name: str) -> bool:
         """Whether no lower place along the axis has this parameter or buffer."""
         if name in self.holders:

@@ -217,6 +217,12 @@ class Runner:
         """The passes from here on, or evaluations, are of this kind: see [Note: segments] in `passes.py`."""
         self.passes.segment = self._evaluation.segment = segment
 
+    def let_inputs_decide(self) -> None:
+        """Some gradients of a unit come in another backward than that through it: it is through, and need not be whole
+        any more, when those of its inputs have gone out."""
+        for unit in self.units:
+            self._hooks.watch_inputs(unit)
+
     # -- when something raised --------------------------------------------------------------------------
 
     def recover_if_cut_short(self) -> None:
