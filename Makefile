@@ -22,7 +22,7 @@ SHARED_OUT := -n auto --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check loops extras lint types imports train bench clean
+.PHONY: help test check thorough extras lint types imports train bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,8 +33,8 @@ test: lint types imports ## all that has to pass before anything lands
 check: lint types imports ## what takes about a minute: style, types, imports, what needs no ranks
 	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
 
-loops: .venv/.test ## all that plain loops do, under every preset, with and without common memory; 200 models on devices
-	EVERY_PLACE=1 $(BIN)/pytest $(SHARED_OUT) tests/ranks/test_plain_loops.py tests/ranks/test_late_early.py
+thorough: .venv/.test ## tests that draw or try more than in `make test`: plain loops everywhere, models, checkpoints
+	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $$(grep -rl --include='test_*.py' 'tests.thorough' tests)
 
 extras: .venv-extras/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...
 	$(EXTRAS_BIN)/python -m pytest $(SHARED_OUT) tests/extras

@@ -18,7 +18,7 @@ from shardwise.errors import ModelError, StateError, nearest
 from shardwise.optim import AdoptedOptimizer
 from shardwise.placement import Span
 from shardwise.runtime import Agreement, Runner
-from shardwise.storage import Flat, torch_dtype
+from shardwise.storage import Flat, part_of, torch_dtype
 
 Tensor = torch.Tensor
 PARAM, GRAD = "param", "grad"
@@ -45,6 +45,12 @@ class Access:
     def read(self, name: str, what: str = PARAM) -> Tensor | None:
         """The whole tensor, on every rank; `None` for a gradient or state that no rank has."""
         flat, index = self._home(name)
+        part = self.read_part(name, what)
+        return None if part is None else self._agreement.assembled(flat, flat.slots[index], part)
+
+    def read_part(self, name: str, what: str = PARAM) -> Tensor | None:
+        """The same of the part that a model axis leaves to this rank and those that share it."""
+        flat, index = self._home(name)
         piece = self._piece(flat, index, what)
         whole = self._whole(flat, {index: piece} if piece is not None else {}, self._dtype(flat, what))
         if what != PARAM and not self._exists_anywhere(flat, index, what):
@@ -56,8 +62,9 @@ class Access:
         """Put `value`, whole and the same on all ranks, in the place of what was there."""
         flat, index = self._home(name)
         slot = flat.slots[index]
-        if tuple(value.shape) != slot.shape:
-            raise ModelError(f"{name} has shape {list(slot.shape)}, but the new value has {list(value.shape)}.")
+        if tuple(value.shape) != slot.whole_shape:
+            raise ModelError(f"{name} has shape {list(slot.whole_shape)}, but the new value has {list(value.shape)}.")
+        value = part_of(value, slot.box)
         if what != PARAM and not self._exists_anywhere(flat, index, what):
             raise ModelError(f"{name} has no {what} to write to; there is one {_when(what)}.")
         if what == PARAM:
@@ -110,11 +117,12 @@ class Access:
             pieces = {index: piece for index in every if (piece := self._piece(flat, index, PARAM)) is not None}
             whole = self._whole(flat, pieces, self._dtype(flat, PARAM))
             for slot in flat.slots:
-                yield slot.name, _cut(whole, slot.span).view(slot.shape)
+                yield slot.name, self._agreement.assembled(flat, slot, _cut(whole, slot.span))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over whole values, the same on all ranks, as `state_dict` returns them."""
         own = self._model.state_dict(keep_vars=True)
+        by_tensor: dict[Tensor, str] = {param: name for name, param in self._model.named_parameters()}
         _check_names(own, state)
         extra = dict(with_extra_state(self._model))
         for name in extra:
@@ -123,11 +131,11 @@ class Access:
             if not isinstance(value, Tensor) or not isinstance(state[name], Tensor):
                 kind = type(state[name]).__name__
                 raise ModelError(f"The state has {name} as a {kind}; only tensors and modules' extra states are taken.")
-            if value.shape != state[name].shape:
+            shape = self._whole_shape(by_tensor.get(value, name), value)
+            if shape != tuple(state[name].shape):
                 raise ModelError(
-                    f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(value.shape)}."
+                    f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(shape)}."
                 )
-        by_tensor = {param: name for name, param in self._model.named_parameters()}
         self._runner.step.open_params()
         for name, value in own.items():
             home = self._homes.get(by_tensor.get(value, ""))
@@ -136,7 +144,8 @@ class Access:
                 continue
             piece, span = self._piece(*home, PARAM), _span(*home)
             if piece is not None:
-                piece.copy_(state[name].reshape(-1)[span.start : span.stop])
+                part = part_of(state[name], home[0].slots[home[1]].box)
+                piece.copy_(part.reshape(-1)[span.start : span.stop])
         self._runner.step.restore_params()
         for name, module in extra.items():
             module.set_extra_state(copy.deepcopy(state[name]))
@@ -176,15 +185,19 @@ class Access:
         }
         states: dict[tuple[str, int], dict[str, Any]] = {}
         wholes: dict[str, Tensor] = {}
-        for name, fact in self._agreement.merged(flat, mine).items():
+        facts = self._agreement.merged(flat, mine)
+        for name in facts if flat.slots[0].box is None else sorted(facts):  # ranks along a model axis meet in one order
+            fact = facts[name]
             index, key = int(name.split(" ", 1)[0]), name.split(" ", 1)[1]
             if fact["is_piece"] and key not in wholes:
                 held = {at: state[key] for at, state in local.items() if isinstance(state.get(key), Tensor)}
                 whole = self._whole(flat, held, getattr(torch, fact["dtype"]))
-                wholes[key] = whole.cpu() if on_rank else whole.new_empty(0)
+                wholes[key] = whole.cpu() if on_rank or flat.slots[0].box is not None else whole.new_empty(0)
+            slot = flat.slots[index]
+            whole_state = None
+            if fact["is_piece"] and (on_rank or slot.box is not None):
+                whole_state = self._agreement.assembled(flat, slot, _cut(wholes[key], slot.span)).clone()
             if on_rank:
-                slot = flat.slots[index]
-                whole_state = _cut(wholes[key], slot.span).view(slot.shape).clone() if fact["is_piece"] else None
                 states.setdefault((flat.name, index), {})[key] = _read(fact) if whole_state is None else whole_state
         return states
 
@@ -194,6 +207,14 @@ class Access:
 
         On leaving, rank 0's edits are taken over by all. What was not edited keeps its full precision.
         """
+        homes = [self._home(name) for name in names] or list(self._homes.values())
+        for flat, index in homes:
+            slot = flat.slots[index]
+            if slot.is_cut or (write and slot.is_copied):
+                raise ModelError(
+                    f"gathered() shows parameters in the model's own memory, and of {slot.name} this rank has the part "
+                    f"{slot.box} of {list(slot.whole_shape)} there. Use engine.get({slot.name!r}) and engine.set."
+                )
         wanted = {self._home(name)[0].name for name in names}
         chosen = [flat for flat in self._flats if not names or flat.name in wanted]
         self._runner.gathering.make_whole(chosen)
@@ -216,6 +237,11 @@ class Access:
         edited = _cut(flat.full, flat.optim_span)
         same = flat.master.to(edited.dtype) == edited
         flat.master.copy_(torch.where(same, flat.master, edited.to(flat.master.dtype)))
+
+    def _whole_shape(self, name: str, value: Tensor) -> tuple[int, ...]:
+        """That of the unsplit model's `name`, which is `value` here."""
+        home = self._homes.get(name)
+        return tuple(value.shape) if home is None else home[0].slots[home[1]].whole_shape
 
     def _home(self, name: str) -> tuple[Flat, int]:
         if name not in self._homes:

@@ -137,6 +137,15 @@ class Engine(EngineTraining):
         return self._sharded.table
 
     @property
+    def data_ranks(self) -> tuple[int, int]:
+        """Which batch this rank is to be given, of how many: ranks that share a sample have the same number.
+
+        `sw.data.Loader(..., world=engine.data_ranks)`. Without a model axis in the mesh it is rank and world size.
+        """
+        group = self._sharded.data_group
+        return group.place, group.size
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps taken, those before a resume included."""
         return self._sharded.progress.num_steps

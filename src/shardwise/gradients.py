@@ -220,7 +220,8 @@ class Gradients:
             piece.zero_()
         else:
             span = flat.slots[index].span.overlap(flat.optim_span).within(flat.slots[index].span)
-            mean = self._agreement.mean(flat, value.detach().reshape(-1).to(piece.dtype))
+            slot = flat.slots[index]
+            mean = self._agreement.mean(flat, value.detach().reshape(-1).to(piece.dtype), slot)
             piece.copy_(mean[span.start : span.stop])
             self._holds_more = True
         flat.grads.note(index, has_one=value is not None)
@@ -233,6 +234,7 @@ class Gradients:
         if keep or pieces is not None:
             self._zero_some(pieces, keep=keep)
             return
+        self._runner.recover_if_cut_short()  # so that what it has left is forgotten here, and not missed later
         for flat in self._flats:
             flat.grads.drop()
         self._zeroed_at = self._runner.passes.num_backwards

@@ -80,6 +80,8 @@ class ShardedModel:
         self.world = world
         self.plan, self.mesh, self.table = sharding.plan, sharding.mesh, sharding.table
         self.data_group = DataGroup(world, self.mesh)
+        self.peers = DataGroup(world, self.mesh, self.mesh.params_axes)
+        """The ranks that list the same parameters, those that a model axis cuts included."""
         self.progress = progress
         self.before_change = before_change
         self.pipeline: Pipeline | None = None
@@ -104,7 +106,6 @@ class ShardedModel:
         groups = {axis: world.group(self.mesh, axis) for axis in self.mesh.axes}
         peers = RankPeers(flats, collectives, self.mesh, world.rank, self._during_step)
         exchange = self.data_group.exchange
-        peers_of_params = DataGroup(world, self.mesh, (*self.mesh.data_axes, *self.mesh.same_params_axes))
         buffers = BufferSync(self.model, self.data_group, on_host)
         stages = [axis for axis in self.mesh.model_axes if axis not in self.mesh.same_params_axes]
         world.journal.whole_model_axes = frozenset([world.everybody.axis, *stages] if stages else [])
@@ -114,7 +115,7 @@ class ShardedModel:
             groups,
             buffers if plan.sync_buffers and self.data_group.size > 1 else NoNews(),
             exchange=None if on_host(sharding.device) else partial(world.exchange, subject="verdict"),
-            peers=peers_of_params.group.ranks,
+            peers=self.peers.group.ranks,
             stages=stages,
             must_know_norm=plan.precision == "fp16",
             complete=self._shared_gradients(sharding, flats),
@@ -131,7 +132,7 @@ class ShardedModel:
         closings = partial(exchange, subject="closings")
         runner = Runner(self.model, sharding.units, executor, closings, sharding.shared_buffers, settings)
         agreement = executor.agreement
-        exchanges = partial(world.exchange, subject="norms"), partial(peers_of_params.exchange, subject="norms")
+        exchanges = partial(world.exchange, subject="norms"), partial(self.peers.exchange, subject="norms")
         gradients = Gradients(flats, agreement, runner, verdict, exchanges, lambda: self.progress.scaler)
         access = Access(self.model, runner, flats, agreement, optimizer)
         owner = Owner(sharding.units, runner, agreement, access, gradients, self.before_change)

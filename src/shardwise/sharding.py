@@ -10,16 +10,18 @@ from torch import nn
 
 from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.mesh import Mesh
 from shardwise.optim import hyperparameters, vet
-from shardwise.pipeline import AXIS, StagedModel, StageLayout, has_pipeline, stage_layout
+from shardwise.pipeline import AXIS as STAGES
+from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
+from shardwise.tensor import AXIS, Generators, Line, Regions, SameBatch, Split, Verifier, draws, split_for
 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
@@ -37,6 +39,8 @@ class Sharding:
     units: list[Unit]
     shared_buffers: list[SharedBuffers]
     meter: ByteMeter
+    boxes: Boxes = field(default_factory=dict)
+    """This rank's parts of parameters, where there is an axis that cuts or copies them."""
     staged: StagedModel | None = None
     """The stages of a pipeline that this rank has, if there is one."""
 
@@ -58,6 +62,8 @@ class Design:
     choices: list[UnitChoice] = field(repr=False)
     rows: dict[nn.Parameter, LabelledTable] = field(repr=False)
     boxes: Boxes = field(repr=False)
+    split: Split | None = field(repr=False, default=None)
+    """How the model itself is to be cut."""
     stages: StageLayout | None = None
 
     def of_stages(self, staged: StagedModel) -> Design:
@@ -90,27 +96,40 @@ class Design:
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
-        return Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter)
+        return Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
 
 
-def boxes_for(model: nn.Module, mesh: Mesh, rank: int) -> Boxes:
+def boxes_for(model: nn.Module, mesh: Mesh, rank: int, split: Split | None) -> Boxes:
     """The parts that `rank` has of the parameters of `model`; none where no axis cuts or copies any."""
     axes = mesh.same_params_axes
     if not axes:
         return {}
     copies = mesh.among(rank, axes)
-    return {param: Box.whole(param.shape, len(copies), copies.index(rank)) for param in model.parameters()}
+    cut = split.boxes if split is not None else {}
+    return {
+        param: cut.get(param) or Box.whole(param.shape, len(copies), copies.index(rank)) for param in model.parameters()
+    }
 
 
-def design(model: nn.Module, plan: Plan, world: World) -> Design:
-    """Raises `ConfigError` for a plan that cannot be meant for this model on the ranks of `world`."""
+def design(model: nn.Module, plan: Plan, world: World, known: Boxes | None = None) -> Design:
+    """Raises `ConfigError` or `ModelError` for a plan that cannot be meant for this model on the ranks of `world`.
+
+    `known` are the boxes of a model that is cut already.
+    """
     mesh = mesh_for(plan, world.size, world.local_size)
     rows = tables_for(model, plan, mesh)
     tables = [row.table.on(mesh) for row in rows.values()]
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
+    split = split_of(model, plan, mesh, world.rank) if known is None else None
+    boxes = boxes_for(model, mesh, world.rank, split) if known is None else known
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
-    boxes = boxes_for(model, mesh, world.rank)
-    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, stages)
+    if stages is not None and len(mesh.model_axes) > 1:
+        others = " and ".join(axis for axis in mesh.model_axes if axis != STAGES)
+        raise ConfigError(
+            f"The mesh {mesh} splits the model along {STAGES} and {others}, but in this version stages go with "
+            f"data axes alone. Leave out either."
+        )
+    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split, stages)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
@@ -134,25 +153,71 @@ def lay(
     for optimizer in optimizers:
         check_same_settings(hyperparameters(optimizer), "optimizer", world)
     mesh = mesh_for(plan, world.size, world.local_size)
-    data_group = DataGroup(world, mesh)
+    peers = DataGroup(world, mesh, mesh.params_axes)
     table_for(plan, mesh)  # of a plan that does not fit the world one should hear first
     check_device(model, world)
     updates = vet(optimizers, model)
-    check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else data_group)
+    check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
     designed = design(model, plan, world)
-    values = FirstValues(model, wishes, world, data_group)
+    values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
+    require_elementwise(model, designed, updates)
+    verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     staged = None
     if designed.stages is not None:
         world.collectives(values.device).prepare(mesh)
         values.give_to_stages(world)
-        staged = StagedModel(model, designed.stages, mesh.coordinate(world.rank)[AXIS])
+        staged = StagedModel(model, designed.stages, mesh.coordinate(world.rank)[STAGES])
         staged.take_from(optimizers)
         designed = designed.of_stages(staged)
         updates = {param: update for param, update in updates.items() if param in staged.params}
     sharding = replace(designed.carry_out(world, values.device, updates), staged=staged)
     values.settle(sharding.units)
+    if designed.split is not None:
+        carry_out_split(model, designed.split, mesh, world, values.device)
+        if verifier is not None:
+            verifier.watch(model, designed.split, world, peers)
     return sharding
+
+
+def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Split | None:
+    """How tensor parallelism cuts `model` for `rank`; `None` if the mesh has no such axis, or one rank along it."""
+    if AXIS not in mesh.model_axes:
+        return None
+    if plan.compile is not None:
+        raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
+    return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS))
+
+
+def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, device: torch.device) -> None:
+    """Change the model in place, whose parameters are parts already. All ranks call."""
+    group = world.group(mesh, AXIS)
+    line = Line(world.collectives(device), group)
+    regions = Regions(line, agree_on_generators(model, mesh, world))
+    split.carry_out(line, regions)
+    model.register_forward_pre_hook(lambda *_: regions.forget())
+    model.register_forward_pre_hook(SameBatch(line), with_kwargs=True)
+
+
+def agree_on_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:
+    """Ranks that share a sample draw the same from here on, where the model draws at all. All ranks call."""
+    if AXIS not in mesh.model_axes or not draws(model):
+        return None
+    group = world.group(mesh, AXIS)
+    generators = Generators(world.rank_device, group.index)
+    generators.agree(world, group)
+    return generators
+
+
+def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:
+    """Raise `ModelError` for an optimizer that needs a matrix whole of which ranks have parts."""
+    for name, param in model.named_parameters():
+        box = designed.boxes.get(param)
+        if box is not None and box.is_cut and param in updates and updates[param].matrix:
+            raise ModelError(
+                f"The optimizer works on whole matrices, and {name} is cut along {AXIS}: this rank has {box} of it. "
+                f"Put what is cut into a group that is updated element by element (Muon: use_muon=False)."
+            )
 
 
 def check_device(model: nn.Module, world: World) -> None:

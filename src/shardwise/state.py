@@ -28,10 +28,11 @@ from shardwise.checkpoint import (
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, StateError
 from shardwise.init import check_same_settings
+from shardwise.mesh import Mesh
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
 from shardwise.sharded_model import ShardedModel, scaler_for
-from shardwise.sharding import check_batch_norms, design, settings_of
+from shardwise.sharding import agree_on_generators, check_batch_norms, design, settings_of
 
 
 class State:
@@ -103,6 +104,7 @@ class State:
             progress.scaler.load_state_dict(loaded.state["loss_scale"])
         sharded.zero_grad()
         sharded.runner.step.restore_params()
+        agree_on_generators(sharded.model, sharded.mesh, sharded.world)
         extra = loaded.state.get("extra_state", {})
         for name, module in with_extra_state(sharded.model):
             if name in extra:
@@ -113,9 +115,7 @@ class State:
 def content(sharded: ShardedModel) -> Content:
     """What a checkpoint holds of this rank, in live memory."""
     own_buffers = not sharded.plan.sync_buffers
-    mine = content_of(
-        sharded.model, sharded.flats, sharded.optimizer, sharded.data_group.place, own_buffers=own_buffers
-    )
+    mine = content_of(sharded.model, sharded.flats, sharded.optimizer, sharded.peers.place, own_buffers=own_buffers)
     staged = sharded.sharding.staged
     return mine if staged is None else _of_stages(mine, staged)
 
@@ -137,6 +137,21 @@ def _of_stages(content: Content, staged: StagedModel) -> Content:
     )
 
 
+def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
+    """A change of plan moves values along data axes alone."""
+    before, after = sharded.mesh, mesh_for(plan, sharded.world.size, sharded.world.local_size)
+
+    def places(mesh: Mesh) -> list[dict[str, int]]:
+        every = map(mesh.coordinate, range(mesh.world_size))
+        return [{axis: place[axis] for axis in mesh.model_axes} for place in every]
+
+    if places(before) != places(after) or (before.model_axes and plan.tensor != sharded.plan.tensor):
+        raise ConfigError(
+            f"reshard() keeps how a model is split along {', '.join(before.model_axes) or 'model axes'}: the mesh is "
+            f"{before}, and the new plan's is {after}. Save a checkpoint, and resume it with the new plan."
+        )
+
+
 def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     """ShardedModel for another plan, with all that `works` had; those are taken down. All ranks call, between steps.
 
@@ -148,7 +163,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
         )
     model, world, progress = sharded.model, sharded.world, sharded.progress
     check_same_settings(settings_of(plan, world), "plan", world)
-    designed = design(model, plan, world)
+    _require_same_split(sharded, plan)
+    designed = design(model, plan, world, known=sharded.sharding.boxes)
     check_batch_norms(model, designed, sharded.sharding.device)
     if sharded.gradients.exist():
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")

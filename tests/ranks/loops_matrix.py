@@ -344,9 +344,10 @@ def race(script: Sequence[str], preset: str, shares_memory: bool) -> Verdict:
     fault = _fault(script, courses)
     if fault is not None:
         return fault
-    refused = frozenset(index for index, outcome in enumerate(courses[0].outcomes) if isinstance(outcome, Refusal))
-    twin, mirror = plain(script, refused), plain(script, refused, (1, 0))
-    whole = plain(script, frozenset()) if refused else twin
+    raised = {index: one for index, one in enumerate(courses[0].outcomes) if isinstance(one, Refusal)}
+    whole = plain(script, frozenset())
+    refused = frozenset(index for index, one in raised.items() if not _raises_alike(one, whole.outcomes[index]))
+    twin, mirror = plain(script, refused) if refused else whole, plain(script, refused, (1, 0))
     said: list[tuple[str, str]] = []
     for index, name in enumerate(script):
         verdict = _outcome(
@@ -391,9 +392,14 @@ def _outcome(name: str, ours: list[Any], theirs: Any, mirrored: Any) -> Verdict:
     said = f"{first.kind}: {first.text}"
     if len(refusals) < len(ours):
         return Verdict("different", f"{name}: only some ranks raised {said}")
-    if isinstance(theirs, Refusal) and theirs.kind == first.kind:
+    if _raises_alike(first, theirs):
         return EQUAL
     return Verdict("refused" if all(one.is_letter for one in refusals) else "raw", said, first.is_fatal)
+
+
+def _raises_alike(ours: Refusal, theirs: Any) -> bool:
+    """Whether the plain loop raises the same, so that what was done until then is done in both."""
+    return isinstance(theirs, Refusal) and theirs.kind == ours.kind
 
 
 def _different(path: str, ours: Sequence[Any], theirs: Any, mirrored: Any) -> str:

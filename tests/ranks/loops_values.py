@@ -189,8 +189,7 @@ def _average_before(loop: Loop) -> None:
     loop.notes["averaged"] = torch.optim.swa_utils.AveragedModel(loop.model)
 
 
-# Not in drawn orders: behind a buffer that was registered late the next loss is off by 1e-4; not understood yet.
-@action(READ, "`AveragedModel(model)` made before `shard`, updated after it", before=_average_before, composes=False)
+@action(READ, "`AveragedModel(model)` made before `shard`, updated after it", before=_average_before)
 def averaged_model_before(loop: Loop) -> Any:
     loop.backward()
     loop.update()

@@ -21,6 +21,7 @@ from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError
 from shardwise.placement import PRESETS
 from shardwise.testing import run_ranks
+from tests.thorough import drawn
 
 ROWS = 24  # divides among 1, 2, 3, 4 and 8 ranks
 Tensors = dict[tuple[str, str], torch.Tensor | None]
@@ -154,7 +155,7 @@ def settings_of(draw: Any) -> tuple[int, dict[str, Any]]:
     return num_ranks, plan
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=drawn(6, 30), deadline=None)
 @given(wrote=settings_of(), reads=settings_of(), wait=st.booleans())
 def test_any_to_any(wrote: tuple[int, dict[str, Any]], reads: tuple[int, dict[str, Any]], wait: bool) -> None:
     data = batches(3, rows=ROWS)

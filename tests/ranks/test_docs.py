@@ -102,6 +102,16 @@ def a_language_model(_: sw.World | None) -> Names:
     return {"engine": engine, "config": model.config, "prompt": torch.tensor([[1, 2]])}
 
 
+def a_split_language_model(world: sw.World | None) -> Names:
+    model = llama()
+    return {"model": model, "optimizer": adamw(model), "loader": [torch.arange(8).reshape(1, 8)] * 2, "world": world}
+
+
+def a_head(_: sw.World | None) -> Names:
+    head = nn.Linear(4, 11)
+    return {"head": head, "logits": head(torch.ones(6, 4)), "targets": torch.arange(6)}
+
+
 def data_sets(_: sw.World | None) -> Names:
     rows = [torch.arange(3) for _ in range(96)]
     np.arange(4000, dtype=np.uint16).tofile("tokens.bin")
@@ -161,6 +171,10 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/pipeline.md", 0): Setting(a_model_in_stages, num_ranks=4),
     ("docs/optimizers.md", 0): Setting(),
     ("docs/optimizers.md", 1): Setting(a_plain_optimizer),
+    ("docs/tensor-parallel.md", 0): Setting(
+        a_split_language_model, num_ranks=4, instead={"optimizer=optimizer": "optimizer=optimizer, world=world"}
+    ),
+    ("docs/tensor-parallel.md", 1): Setting(a_head),
 }
 
 

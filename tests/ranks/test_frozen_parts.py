@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from twins import full_params
+from twins import Course, course_of, mean_losses
 
 import shardwise as sw
 from shardwise.testing import run_ranks
@@ -210,19 +210,14 @@ def test_trained_below_frozen_layers(name: str, plan: str, shares_memory: bool) 
         expected.append(loss.item())
     replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
 
-    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor], int]:
+    def rank(world: sw.World) -> Course:
         model = replicas[world.rank]
         with sw.shard(model, {**settings, **more}, optimizer=optimizer_of(model), world=world) as engine:
-            losses = []
-            for x in data:
-                loss = loss_of(engine(x.chunk(world.size)[world.rank]))
-                engine.backward(loss)
-                engine.step()
-                losses.append(world.mean(loss.item()))
-            return losses, full_params(engine), engine._sharded.sharding.meter.now["working"]
+            return course_of(engine, data, lambda _, x: loss_of(engine(x)))
 
-    for losses, params, working in run_ranks(num_ranks, rank, timeout_seconds=10, shares_memory=shares_memory):
-        assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert working == 0
+    courses = run_ranks(num_ranks, rank, timeout_seconds=10, shares_memory=shares_memory)
+    assert mean_losses(courses) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for course in courses:
+        assert course.working == 0
         for key, param in twin.named_parameters():
-            assert torch.allclose(params[key], param, atol=1e-5), key
+            assert torch.allclose(course.params[key], param, atol=1e-5), key

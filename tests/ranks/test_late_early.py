@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,11 +13,12 @@ from fake_devices import WHENS, Devices, FakeGroups, FakeWork, Race, When
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pipelined import Decoder, unsplit
-from test_random_models import PLANS, Drawn, Sketch, optimizer_of, sketches
+from test_random_models import PLANS, Drawn, Sketch, drawn_course, sketches
 from torch import nn
 from twins import (
     PRESETS_2,
     Batch,
+    Course,
     MakeOptimizer,
     Run,
     Transformer,
@@ -39,12 +39,13 @@ from shardwise.mesh import Mesh
 from shardwise.program import Action
 from shardwise.runtime import Mover
 from shardwise.testing import InjectedError, run_ranks
+from tests.thorough import drawn
 
 Tensor = torch.Tensor
 GRID = {"node": 2, "local": 2}
 PRESETS = [*PRESETS_2, ("hsdp", 4, GRID), ("hpz", 4, GRID)]
 IDS = [name for name, *_ in PRESETS]
-NUM_MODELS = 200 if os.environ.get("EVERY_PLACE") else 10
+NUM_MODELS = drawn(10, 200)
 Step = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
 
 
@@ -260,7 +261,7 @@ def test_drawn_models_train_as_on_the_host(
 ) -> None:
     """To the bit: sums are made in one order. `test_random_models.py` holds the host to the plain model.
 
-    EVERY_PLACE=1 tries 200 of them.
+    `make thorough` tries 200 of them.
     """
     num_ranks, settings = plan
     if "experts" in sketch.kinds:
@@ -268,28 +269,20 @@ def test_drawn_models_train_as_on_the_host(
     torch.manual_seed(seed)
     start, data = Drawn(sketch), torch.randn(3, 12, 6)
 
-    def train(run: Callable[..., list[Any]]) -> list[tuple[list[float], dict[str, Tensor], int]]:
+    def train(run: Callable[..., list[Any]]) -> list[Course]:
         replicas = [copy.deepcopy(start) for _ in range(num_ranks)]
-
-        def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor], int]:
-            model, losses = replicas[world.rank], []
-            with sw.shard(model, settings, optimizer=optimizer_of(model), world=world) as engine:
-                for step, x in enumerate(data):
-                    model.begin(step, world.rank)
-                    loss = engine(x.chunk(world.size)[world.rank])
-                    engine.backward(loss)
-                    engine.step()
-                    losses.append(loss.item())
-                return losses, full_params(engine), engine._sharded.sharding.meter.now["working"]
-
-        return run(num_ranks, rank, timeout_seconds=30)
+        return run(
+            num_ranks,
+            lambda world: drawn_course(world, replicas[world.rank], settings, data),
+            timeout_seconds=30,
+        )
 
     devices = Devices(when, seed=seed)
     on_host = train(partial(run_ranks, shares_memory=False))
-    for (losses, params, working), (expected, expected_params, _) in zip(train(devices.run), on_host, strict=True):
-        assert repr(losses) == repr(expected)
-        assert working == 0
-        torch.testing.assert_close(params, expected_params, rtol=0, atol=0, equal_nan=True)
+    for course, expected in zip(train(devices.run), on_host, strict=True):
+        assert repr(course.losses) == repr(expected.losses)
+        assert course.working == 0
+        torch.testing.assert_close(course.params, expected.params, rtol=0, atol=0, equal_nan=True)
     assert devices.num_works == devices.num_waited
 
 

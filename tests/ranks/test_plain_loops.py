@@ -1,24 +1,25 @@
 """Everything that a plain loop does is equal to the plain loop, or refused with a sentence; and the docs say which.
 
 Each action of the matrix runs twice among plain steps, in a forked child: one that crashes or hangs is told as such.
-`make loops` does so in every preset, with memory in common and over messages; `make test` in two of these places for
+`make thorough` does so in every preset, with memory in common and over messages; `make test` in two of these places for
 each action. Then actions follow each other in drawn order.
 """
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import forked
 import loops_cells
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
 from loops_page import page
 from loops_verdicts import OPEN, ORDER, REFUSED, REFUSED_WHERE_SHARDED, sentence_of
+
+from tests.thorough import THOROUGH, drawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
@@ -63,9 +64,9 @@ def wrong(verdict: Verdict, names: tuple[str, ...], preset: str) -> str:
 
 
 def places_for(name: str) -> list[tuple[str, bool]]:
-    """Every preset, with and without common memory, where `EVERY_PLACE` is set (`make loops`); else two that differ
+    """Every preset, with and without common memory, in `make thorough`; else two that differ
     in both, by turns."""
-    if os.environ.get("EVERY_PLACE"):
+    if THOROUGH:
         return PLACES
     number = NAMES.index(name)
     first = (PRESETS[number % len(PRESETS)], number % 3 == 0)
@@ -94,6 +95,7 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
     assert not bad, "\n".join(bad)
 
 
+NUM_ORDERS = drawn(25, 200)
 TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_WHERE_SHARDED)]
 
 
@@ -103,7 +105,9 @@ TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not i
     preset=st.sampled_from(PRESETS),
     shares=st.booleans(),
 )
-@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=NUM_ORDERS, derandomize=True, suppress_health_check=list(HealthCheck))
+@example(names=["written_before_backward", "grad_divided"], preset="zero3", shares=False)
+@example(names=["buffer_registered", "averaged_model_before"], preset="zero1", shares=True)
 def test_in_any_order(names: list[str], preset: str, shares: bool) -> None:
     (verdict,) = raced([((*names, "step", "evaluate"), preset, shares)])
     said = wrong(verdict, tuple(names), preset)

@@ -18,7 +18,7 @@ from shardwise import sharding
 from shardwise.mesh import Mesh
 from shardwise.testing import run_ranks
 
-STAGES = Mesh(("dp", "pp"), (2, 2))
+STAGES = Mesh(("dp", "ep"), (2, 2))
 COPIES = Mesh(("dp", "tp"), (2, 2))
 
 

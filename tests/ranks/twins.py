@@ -248,6 +248,33 @@ def engine_step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Te
     return loss
 
 
+@dataclass
+class Course:
+    """What one rank saw of a run that only has to come to the same as its twin's."""
+
+    losses: list[float]
+    """Of this rank's share, step by step."""
+    params: dict[str, Tensor]
+    working: int
+    """Bytes that the engine still held for something under way."""
+
+
+def course_of(engine: sw.Engine, data: Iterable[Tensor], loss_of: Callable[[int, Tensor], Tensor]) -> Course:
+    """Train a step on each of `data`, of which every rank takes its part; `loss_of(step, part)` runs the forward."""
+    losses = []
+    for step, x in enumerate(data):
+        loss = loss_of(step, x.chunk(engine.world.size)[engine.world.rank])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return Course(losses, full_params(engine), engine._sharded.sharding.meter.now["working"])
+
+
+def mean_losses(courses: Sequence[Course]) -> list[float]:
+    """Of all ranks, step by step."""
+    return [sum(losses) / len(courses) for losses in zip(*(course.losses for course in courses), strict=True)]
+
+
 def full_params(engine: sw.Engine) -> dict[str, Tensor]:
     """All parameters, whole, from every rank's pieces of the master weights."""
     told = engine.world.exchange(_packed(engine))

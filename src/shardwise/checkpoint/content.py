@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.checkpoint.codec import encode
 from shardwise.errors import ConfigError
 from shardwise.optim import AdoptedOptimizer
-from shardwise.placement import Axes, Slot, Span
+from shardwise.placement import Axes, Box, Slot, Span
 from shardwise.program import FlatSpec
 from shardwise.storage import Flat
 
@@ -22,7 +22,7 @@ NOTHING = Span(0, 0)
 
 @dataclass(frozen=True)
 class Entry:
-    """Elements `span` of the tensor `name` (flattened), in live memory.
+    """Elements `span` of the tensor `name`, or of its part `box` (flattened), in live memory.
 
     `kind` is `param`, `buffer` or `state.KEY`. This rank writes the elements `written` of them: ranks that hold copies
     share the writing, and together write each element once. With `is_whole` the elements are the tensor's own, not the
@@ -42,6 +42,9 @@ class Entry:
     is_narrow: bool = False
     """A state in fewer bits than an optimizer that knows nothing of it would have: the parameter's own."""
 
+    box: Box | None = None
+    """Where a model axis cuts the tensor, the part that `span` counts the elements of."""
+
     @property
     def key(self) -> str:
         return f"{self.kind}/{self.name}"
@@ -56,6 +59,9 @@ class Content:
 
     entries: list[Entry] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of whole tensors."""
+    boxes: dict[str, Box | None] = field(default_factory=dict)
+    """The parts that this rank has of those that a model axis cuts."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     optimizer: str = ""
     """The name of the optimizer's class."""
@@ -138,11 +144,24 @@ def _add_params(content: Content, flats: Sequence[Flat], in_sight: set[int]) -> 
     for flat in flats:
         kept, given = _kept(flat.spec, flat.coordinate), _given(flat.spec, flat.coordinate)
         for index, slot in enumerate(flat.slots):
-            content.shapes[slot.name] = slot.shape
+            content.shapes[slot.name] = slot.whole_shape
+            content.boxes[slot.name] = slot.box if slot.is_cut else None
             span, written[slot.name] = (slot.span.overlap(part).within(slot.span) for part in (kept, given))
+            if slot.box is not None and slot.box.place:
+                written[slot.name] = NOTHING  # another rank along the model axis has the same
             tensor = flat.param_piece(index)
             is_hidden = tensor.untyped_storage().data_ptr() not in in_sight
-            content.entries.append(Entry("param", slot.name, span, tensor, written[slot.name], is_hidden=is_hidden))
+            content.entries.append(
+                Entry(
+                    "param",
+                    slot.name,
+                    span,
+                    tensor,
+                    written[slot.name],
+                    is_hidden=is_hidden,
+                    box=content.boxes[slot.name],
+                )
+            )
     return written
 
 
@@ -155,7 +174,8 @@ def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mappi
             continue
         narrow = optimizer.narrow_keys_of(piece)
         written = written_of[piece.name]
-        is_first = written.start == 0 and written.numel > 0
+        box = content.boxes[piece.name]
+        is_first = written.start == 0 and written.numel > 0 and (box is None or box.has_first)
         for key, value in state.items():
             kind = f"state.{key}"
             if not isinstance(value, Tensor):
@@ -163,7 +183,16 @@ def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mappi
                     content.numbers.setdefault(piece.name, {})[key] = encode(value, f"state {key} of {piece.name}")
             elif value.shape == piece.tensor.shape:
                 content.entries.append(
-                    Entry(kind, piece.name, piece.span, value, written, is_hidden=True, is_narrow=key in narrow)
+                    Entry(
+                        kind,
+                        piece.name,
+                        piece.span,
+                        value,
+                        written,
+                        is_hidden=True,
+                        is_narrow=key in narrow,
+                        box=content.boxes[piece.name],
+                    )
                 )
             else:
                 whole = Span(0, value.numel())

@@ -56,5 +56,6 @@ def _try(state: Mapping[str, Any]) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.RandomState().set_state((name, keys, position, has_gauss, cached))
     torch.Generator().set_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.Generator("cuda").set_state(state["cuda"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in state:
+        torch.Generator(accelerator).set_state(state[accelerator.type])

@@ -20,7 +20,7 @@ from shardwise.checkpoint.codec import bytes_tensor, dtype_name
 from shardwise.checkpoint.content import Content, Entry
 from shardwise.checkpoint.index import Chunk, File, block_bytes_of
 from shardwise.errors import CheckpointError
-from shardwise.placement import Span
+from shardwise.placement import Box, Span
 
 PAGE = 4096
 """Bytes. Writes that bypass the page cache begin and end on multiples of it."""
@@ -61,6 +61,8 @@ class Part:
     is_hidden: bool = False
     """Of memory that the model has no view of; see `Entry`."""
     is_narrow: bool = False
+    box: Box | None = None
+    """What the elements are counted in, if it is not all of `name`."""
 
     @property
     def key(self) -> str:
@@ -115,6 +117,7 @@ class Image:
                 crc32=crc32,
                 shape=None if part.shape is None else list(part.shape),
                 is_narrow=part.is_narrow,
+                box=None if part.box is None else part.box.to_json()["ranges"],
             )
             for part, crc32 in zip(self.parts, sums, strict=True)
         ]
@@ -151,8 +154,8 @@ def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Ima
     sources.sort(key=lambda source: -source.tensor.element_size())  # so that each starts on a multiple of its element
     head = _head(sources)
     parts, offset = [], len(head)
-    for kind, label, span, tensor, shape, is_hidden, is_narrow in sources:
-        parts.append(Part(kind, label, span, tensor.dtype, tensor.nbytes, offset, shape, is_hidden, is_narrow))
+    for kind, label, span, tensor, shape, is_hidden, is_narrow, box in sources:
+        parts.append(Part(kind, label, span, tensor.dtype, tensor.nbytes, offset, shape, is_hidden, is_narrow, box))
         offset += tensor.nbytes
     return Image(name, head, tuple(parts), tuple(source.tensor for source in sources))
 
@@ -169,6 +172,7 @@ class _Source(NamedTuple):
     shape: tuple[int, ...] | None
     is_hidden: bool = False
     is_narrow: bool = False
+    box: Box | None = None
 
 
 def _source(entry: Entry) -> _Source:
@@ -182,7 +186,7 @@ def _source(entry: Entry) -> _Source:
     if entry.written != entry.span:
         mine = entry.written.within(entry.span)
         flat = flat[mine.start : mine.stop]
-    return _Source(entry.kind, entry.name, entry.written, flat, None, entry.is_hidden, entry.is_narrow)
+    return _Source(entry.kind, entry.name, entry.written, flat, None, entry.is_hidden, entry.is_narrow, entry.box)
 
 
 def _bytes_of(source: torch.Tensor) -> torch.Tensor:

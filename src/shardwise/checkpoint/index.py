@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +17,12 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from shardwise.errors import CheckpointError
+from shardwise.placement import Box, Span
 from shardwise.safe_files import parse_json, read_own_text
 
-FORMAT = 4
-READABLE = (2, 3, 4)
-"""In format 2 there were no narrow chunks; before 4 nobody said which optimizer it was."""
+FORMAT = 5
+READABLE = (2, 3, 4, 5)
+"""In format 2 there were no narrow chunks; before 4 nobody said which optimizer it was; before 5 nothing was cut."""
 INDEX = "index.json"
 MAX_INDEX_BYTES = 2**30
 LEAST_BLOCK_BYTES = 2**16
@@ -38,8 +40,9 @@ class Chunk:
 
     `kind` is `param`, `buffer`, `state.KEY` of an optimizer, or `rank`: what one rank remembers, as JSON. With `shape`
     it is whole and not made of the parameter's elements (a state that is a scalar); both ends are then 0.
-    `crc32` has a sum for each `block_bytes` of them. `is_narrow` is a state that its optimizer keeps in fewer bits than
-    others do: those have it in the parameter's own dtype.
+    With `box`, which has for each dimension the ranges that a rank had (tensor parallelism), they are elements of that
+    part of the tensor, flattened. `crc32` has a sum for each `block_bytes` of them. `is_narrow` is a state that its
+    optimizer keeps in fewer bits than others do: those have it in the parameter's own dtype.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -57,6 +60,7 @@ class Chunk:
     crc32: list[Crc]
     shape: list[Count] | None = None
     is_narrow: Flag = False
+    box: list[list[list[Count]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,11 @@ class Index:
         body |= {"files": [vars(file) for file in self.files], "chunks": [vars(chunk) for chunk in self.chunks]}
         text = json.dumps(body, separators=(",", ":"))
         return f'{{"format": {FORMAT}, "crc32": {zlib.crc32(_canonical(body))}, "index": {text}}}\n'
+
+
+def box_of(ranges: Sequence[Sequence[Sequence[int]]], shape: Sequence[int]) -> Box:
+    """What `Chunk.box` says of a tensor of `shape`."""
+    return Box(tuple(shape), tuple(tuple(Span(*span) for span in own) for own in ranges))
 
 
 def block_bytes_of(num_bytes: int) -> int:

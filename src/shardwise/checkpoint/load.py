@@ -178,7 +178,7 @@ def _work_out(recipe: _Recipe, reader: Reader, content: Content, optimizer: Adop
         if entry.kind.startswith("state."):
             continue
         kind = _kind_there(reader, entry)
-        recipe.tensors.append(_Filling(entry, reader.reads(kind, entry.name, entry.span)))
+        recipe.tensors.append(_Filling(entry, reader.reads(kind, entry.name, entry.span, entry.box)))
     for piece in optimizer.pieces if optimizer is not None and reader.index.groups else ():
         states = _PieceStates(piece)
         recipe.states.append(states)
@@ -188,7 +188,7 @@ def _work_out(recipe: _Recipe, reader: Reader, content: Content, optimizer: Adop
             if whole is not None:
                 states.wholes[key] = whole
             else:
-                states.reads[key] = reader.reads(kind, piece.name, piece.span)
+                states.reads[key] = reader.reads(kind, piece.name, piece.span, content.boxes.get(piece.name))
 
 
 def _kind_there(reader: Reader, entry: Entry) -> str:

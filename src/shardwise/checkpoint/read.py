@@ -19,9 +19,9 @@ import torch
 
 from shardwise.checkpoint.codec import dtype_of
 from shardwise.checkpoint.image import SAFETENSORS_DTYPES
-from shardwise.checkpoint.index import INDEX, Chunk, File, Index
+from shardwise.checkpoint.index import INDEX, Chunk, File, Index, box_of
 from shardwise.errors import CheckpointError
-from shardwise.placement import Span
+from shardwise.placement import Box, Run, Span, common_runs
 from shardwise.safe_files import as_text, parse_json, regular_descriptor
 
 WORDS = {**SAFETENSORS_DTYPES, torch.complex64: "C64"}
@@ -31,11 +31,15 @@ SCRATCH_BYTES = 2**22
 
 @dataclass(frozen=True)
 class Read:
-    """Elements `span` of a chunk (counted from its start), which go to `target` and on of the tensor being filled."""
+    """Elements `span` of a chunk (counted from its start), which go to `target` and on of the tensor being filled.
+
+    With `runs` not all of them are wanted, nor go to one place: `(start in the span, start in the tensor, number)`.
+    """
 
     chunk: Chunk
     span: Span
     target: int
+    runs: tuple[Run, ...] = ()
 
 
 class Reader:
@@ -74,11 +78,19 @@ class Reader:
         chunks = self._chunks.get((kind, name))
         return chunks[0] if chunks else None
 
-    def reads(self, kind: str, name: str, span: Span) -> list[Read]:
-        """Where elements `span` of a tensor lie. Raises `CheckpointError` unless every one of them is there once."""
+    def reads(self, kind: str, name: str, span: Span, box: Box | None = None) -> list[Read]:
+        """Where elements `span` of a tensor, or of its part `box`, lie.
+
+        Raises `CheckpointError` unless every one of them is there once.
+        """
         found, missing = [], span.numel
         for chunk in self._chunks.get((kind, name), ()):
             if chunk.shape is not None:
+                continue
+            if box is not None or chunk.box is not None:
+                read = self._read_of_box(chunk, span, box or Box.whole(self.index.shapes[name]))
+                found += [read] if read is not None else []
+                missing -= sum(numel for _, _, numel in read.runs) if read is not None else 0
                 continue
             common = span.overlap(Span(chunk.start, chunk.stop))
             if common.numel:
@@ -90,6 +102,16 @@ class Reader:
                 f"needs; the checkpoint is incomplete."
             )
         return found
+
+    def _read_of_box(self, chunk: Chunk, span: Span, box: Box) -> Read | None:
+        """What of a chunk is among elements `span` of the part `box`."""
+        theirs = Box.whole(box.shape) if chunk.box is None else box_of(chunk.box, box.shape)
+        common = common_runs(theirs, Span(chunk.start, chunk.stop), box, span)
+        if not common:
+            return None
+        first, last = common[0][0], common[-1][0] + common[-1][2]
+        runs = tuple((there - first, here - span.start, numel) for there, here, numel in common)
+        return Read(chunk, Span(first - chunk.start, last - chunk.start), 0, runs)
 
     def whole(self, kind: str, name: str) -> Read | None:
         """A tensor that is not made of a parameter's elements; `None` if this is not one."""
@@ -114,6 +136,12 @@ class Reader:
 
     def fill(self, read: Read, out: torch.Tensor) -> None:
         """Put what `read` names into `out`, flat, which may be of another dtype and on another device."""
+        if read.runs:
+            together = torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype))
+            self.fill(Read(read.chunk, read.span, 0), together)
+            for source, target, numel in read.runs:
+                out[target : target + numel].copy_(together[source : source + numel])
+            return
         into = out[read.target : read.target + read.span.numel]
         dtype = dtype_of(read.chunk.dtype)
         raw = into.view(torch.uint8) if (into.dtype, into.device.type) == (dtype, "cpu") else None

@@ -174,14 +174,21 @@ class TrainingState:
         self, things: Sequence[_Thing], homes: Mapping[str, _Home], giver: int, taker: int
     ) -> Iterator[tuple[_Thing, Span]]:
         """What one rank gives another, in an order that both know."""
-        if giver == taker:
-            return
+        spec = next(iter(homes.values())).spec
+        if giver == taker or _model_place(spec, giver) != _model_place(spec, taker):
+            return  # ranks with other parts of the model
         for thing in things:
             old = self._homes[thing.name]
             for lacking in _without(homes[thing.name].kept(taker), old.kept(taker)):
                 span = lacking.overlap(old.given(giver))
                 if span.numel:
                     yield thing, span
+
+
+def _model_place(spec: FlatSpec, rank: int) -> tuple[int, ...]:
+    """Where `rank` is along the model axes, which a change of plan leaves as they are."""
+    coordinate = spec.mesh.coordinate(rank)
+    return tuple(coordinate[axis] for axis in spec.mesh.model_axes)
 
 
 def _without(span: Span, other: Span) -> list[Span]:

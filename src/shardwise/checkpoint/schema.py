@@ -8,6 +8,7 @@ decoded. Whether the files are as the index says is for `read.py`, when it opens
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -17,12 +18,15 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from shardwise.checkpoint.codec import MAX_DIMS, decode, dtype_of
-from shardwise.checkpoint.index import INDEX, Chunk, File, Index, block_bytes_of, read_body
+from shardwise.checkpoint.index import INDEX, Chunk, File, Index, block_bytes_of, box_of, read_body
 from shardwise.errors import CheckpointError
+from shardwise.placement import Box
 from shardwise.safe_files import is_portable_name
 
 MAX_TENSOR_BYTES = 2**60
 MAX_HEAD_BYTES = 2**30
+MAX_BLOCKS = 1024
+"""Of one tensor. Each is compared with every other."""
 RANK = "rank"
 _SCALER = ("scale", "num_skipped", "good_steps", "chances")
 
@@ -151,9 +155,25 @@ def _numel(where: str, chunk: Chunk, index: Index) -> int:
             raise _WrongError(f"{where}.shape is for states of an optimizer only.")
         return math.prod(chunk.shape)
     numel = math.prod(index.shapes[chunk.name])
+    if chunk.box is not None:
+        numel = _checked_box(where, chunk.box, index.shapes[chunk.name]).numel
     if not chunk.start <= chunk.stop <= numel:
         raise _WrongError(f"{where} has elements {chunk.start} to {chunk.stop} of {numel}.")
     return chunk.stop - chunk.start
+
+
+def _checked_box(where: str, ranges: list[list[list[int]]], shape: list[int]) -> Box:
+    """A part of a tensor of `shape`: along each dimension ranges in order, apart and within."""
+    if len(ranges) != len(shape) or not shape or math.prod(map(len, ranges)) > MAX_BLOCKS:
+        raise _WrongError(f"{where}.box has ranges for {len(ranges)} dimensions of a tensor of shape {shape[:8]}.")
+    for size, own in zip(shape, ranges, strict=True):
+        ends = [end for span in own for end in span]
+        rises = all(before <= after for before, after in itertools.pairwise([0, *ends, size]))
+        if not own or not rises or any(len(span) != 2 or span[0] == span[1] for span in own):
+            raise _WrongError(
+                f"{where}.box has {str(own)[:80]}, which are no ranges in order of a dimension of {size}."
+            )
+    return box_of(ranges, shape)
 
 
 def _check_keys(index: Index) -> None:
@@ -189,7 +209,28 @@ def _check_coverage(index: Index) -> None:
             continue
         if len({(chunk.dtype, chunk.is_narrow) for chunk in chunks}) > 1:
             raise _WrongError(f"{kind} {name} is partly {chunks[0].dtype} and partly something else.")
-        _check_tiles(f"{kind} {name}", chunks, math.prod(index.shapes[name]))
+        _check_boxes(f"{kind} {name}", chunks, index.shapes[name])
+
+
+def _check_boxes(what: str, chunks: list[Chunk], shape: list[int]) -> None:
+    """Chunks of one box cover it, and boxes cover the tensor."""
+    by_box: dict[Box | None, list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        by_box[None if chunk.box is None else box_of(chunk.box, shape)].append(chunk)
+    for box, own in by_box.items():
+        _check_tiles(what if box is None else f"{what} {box}", own, math.prod(shape) if box is None else box.numel)
+    boxes = [box or Box.whole(shape) for box in by_box]
+    if len(boxes) == 1 and not boxes[0].is_cut:
+        return
+    blocks = [block for box in boxes for block in box.blocks]
+    if len(blocks) > MAX_BLOCKS:
+        raise _WrongError(f"{what} is in {len(blocks)} blocks; there are at most {MAX_BLOCKS}.")
+    for block, other in itertools.combinations(blocks, 2):
+        if all(one.overlap(two).numel for one, two in zip(block, other, strict=True)):
+            raise _WrongError(f"two boxes of {what} overlap; some of its elements appear twice.")
+    missing = math.prod(shape) - sum(box.numel for box in boxes)
+    if missing:
+        raise _WrongError(f"{missing} elements of {what} are in no box; it is incomplete.")
 
 
 def _check_tiles(what: str, chunks: list[Chunk], numel: int) -> None:

@@ -59,7 +59,7 @@ class Subject:
 class Explanation:
     """A plan on a mesh: its table, the program of one step, and what each rank holds and sends.
 
-    `replicated` is what training without sharding holds.
+    `held` is what each rank holds, `replicated` what it would without sharding.
     """
 
     plan: Plan
@@ -68,6 +68,7 @@ class Explanation:
     known_from: str
     subject: Subject
     step: StepProgram
+    held: Footprint
     replicated: Footprint
 
     @property
@@ -100,10 +101,9 @@ def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subj
     replicas = tuple(
         replace(unit, flats=tuple(replace(flat, table=copies) for flat in unit.flats)) for unit in subject.units
     )
-    step, replicated = (
-        _planned(plan, some, subject.num_states, subject.activations) for some in (subject.units, replicas)
-    )
-    return Explanation(plan, mesh, table, known_from, subject, step, replicated.footprint)
+    step, replicated = (_planned(plan, some, subject.activations) for some in (subject.units, replicas))
+    held = _held(plan, step, subject)
+    return Explanation(plan, mesh, table, known_from, subject, step, held, _held(plan, replicated, subject))
 
 
 def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
@@ -130,8 +130,8 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "optimizer": subject.optimizer,
         "optimizer_states": subject.num_states,
         "batch": subject.batch,
-        "bytes": by_kind(explained.step.footprint),
-        "peak_at": _said_peak(explained.step.footprint),
+        "bytes": by_kind(explained.held),
+        "peak_at": _said_peak(explained.held),
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,
         "program": explained.program,
@@ -148,12 +148,17 @@ def _said_peak(footprint: Footprint) -> str | None:
     return None if footprint.peak_at is None else str(footprint.peak_at)
 
 
-def _planned(plan: Plan, units: Sequence[UnitSpec], num_states: int, activations: Activations | None) -> StepProgram:
+def _planned(plan: Plan, units: Sequence[UnitSpec], activations: Activations | None) -> StepProgram:
     return plan_step(
         units,
         straight_trace(tuple(units)) if activations is None else activations.trace,
         prefetch_bytes=None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes,
-        states_per_param=num_states,
+    )
+
+
+def _held(plan: Plan, step: StepProgram, subject: Subject) -> Footprint:
+    return step.footprint(
+        states_per_param=subject.num_states,
         num_micro_batches=plan.accumulate,
-        activations=activations,
+        activations=subject.activations,
     )

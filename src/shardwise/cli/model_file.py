@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from shardwise.cli.explanation import UnitSize
+from shardwise.comm import Group
 from shardwise.config import Plan
+from shardwise.devices import TorchAccelerator
 from shardwise.errors import ModelError, nearest
 from shardwise.mesh import Mesh
 from shardwise.optim import hidden_matrices
@@ -23,17 +25,17 @@ from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import rehearse
+from shardwise.sharding import boxes_for, split_of
 from shardwise.storage import UnitChoice, choose_units, make_unit, tables_for, unit_spec
 from shardwise.telemetry import ByteMeter
+from shardwise.tensor import AXIS, Line, Regions
 
 
 def units_of(
     source: str, model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None = None
 ) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
     """The units that `plan` makes of the `model` that `source` has built, and their sizes."""
-    choices, rows = choose_units(model, plan), tables_for(model, plan, mesh)
-    if has_pipeline(mesh):
-        choices = _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
+    choices, rows = _choices(model, plan, mesh), tables_for(model, plan, mesh)
     updates = _updates(model, optimizer) if optimizer else None
     on_cpu = _device().type == "cpu"
     specs = [(choice, unit_spec(choice, rows, mesh, updates, on_cpu=on_cpu)) for choice in choices]
@@ -46,6 +48,15 @@ def units_of(
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
     """Which rank along the pipeline has which modules, a line for each; "" without a pipeline."""
     return str(stage_layout(model, plan, mesh)) if has_pipeline(mesh) else ""
+
+
+def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
+    """Units as rank 0 has them, which has no less than any other; under a pipeline, as the one with most parameters."""
+    choices = choose_units(model, plan)
+    if has_pipeline(mesh):
+        return _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
+    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0))
+    return [replace(choice, boxes=boxes) for choice in choices]
 
 
 def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
@@ -74,17 +85,20 @@ def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh
     rows, device = tables_for(model, plan, mesh), _device()
     first = dict.fromkeys(mesh.axes, 0)
     on_host = device.type == "cpu"
-    units = [
-        make_unit(choice, rows, mesh, first, ByteMeter(), device, on_host=on_host)
-        for choice in choose_units(model, plan)
-    ]
+    choices = _choices(model, plan, mesh)
+    units = [make_unit(choice, rows, mesh, first, ByteMeter(), device, on_host=on_host) for choice in choices]
     units = [unit for unit in units if unit.flats]
+    split = split_of(model, plan, mesh, 0)
+    if split is not None:
+        line = Line(None, Group(AXIS, mesh.group(0, AXIS), 0))
+        split.carry_out(line, Regions(line))
     return rehearse(model, units, batch, device=device, compute=table.compute)
 
 
 def _device() -> torch.device:
     """Where a job on this machine would compute."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = TorchAccelerator.found()
+    return torch.device(found.kind if found is not None else "cpu")
 
 
 def _updates(model: nn.Module, optimizer: str) -> dict[nn.Parameter, Update]:

@@ -13,12 +13,14 @@ from rich.text import Text
 
 from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind
 from shardwise.config import Plan, plan_table
+from shardwise.mesh import MODEL_AXES
 from shardwise.placement import KINDS, PRESETS, Place, Table
 from shardwise.program import OPTIMIZERS, shortened
 from shardwise.program.schedule import Schedule, most_in_flight, picture, timed
 from shardwise.units import format_bytes, format_count
 
 MAX_UNITS = 16
+MAX_RANKS = 8
 MEANINGS = {
     "param": "parameters, between steps",
     "held": "parameters, from forward to backward",
@@ -37,6 +39,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     ranks = "1 rank" if mesh.world_size == 1 else f"{mesh.world_size} ranks"
     console.print(Text.assemble((plan.preset, "bold cyan"), f" on {mesh}, {ranks}"), soft_wrap=True)
     console.print(Text(f"known from {explained.known_from}", "dim"), soft_wrap=True)
+    if mesh.model_axes:
+        _section(console, "mesh", _mesh_grid(explained))
     _section(console, "plan", _plan_grid(explained))
     _section(console, "table", _table_grid(explained.table), _below_rows(explained))
     for name, table in explained.rules.items():
@@ -98,6 +102,22 @@ def _grid(*columns: str, right: Sequence[str] = ()) -> Grid:
     return grid
 
 
+def _mesh_grid(explained: Explanation) -> Grid:
+    """Which ranks are on a line of each axis, and what they share."""
+    mesh = explained.mesh
+    grid = _grid("", "ranks", "first line", "")
+    for axis in mesh.axes:
+        first = mesh.groups(axis)[0]
+        line = ", ".join(map(str, first[:MAX_RANKS])) + (", ..." if len(first) > MAX_RANKS else "")
+        said = (
+            f"{MODEL_AXES[axis]}: one sample, parts of the model"
+            if axis in MODEL_AXES
+            else "data: batches of their own"
+        )
+        grid.add_row(Text(axis, "cyan"), str(mesh.size(axis)), line, Text(said, "dim"))
+    return grid
+
+
 def _plan_grid(explained: Explanation) -> Grid:
     """Every value that says something, and where it came from; rows and wires that were left alone do not."""
     grid = _grid("", "", "")
@@ -115,6 +135,8 @@ def _says_nothing(path: str, value: object, plan: Plan) -> bool:
         return plan.precision != "fp16"
     if path.startswith("pipeline.") and "pp" not in (plan.mesh or {}):
         return True
+    if path.startswith("tensor."):
+        return "tp" not in (plan.mesh or {}) or value is None or value == {}
     return path in ("rules", "resident_below") or (value is None and path != "mesh")
 
 
@@ -173,7 +195,7 @@ def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
 
 def _bytes_grid(explained: Explanation) -> Grid:
     grid = _grid("", "promised", "replicated", "", right=["promised", "replicated"])
-    promised, replicated = by_kind(explained.step.footprint), by_kind(explained.replicated)
+    promised, replicated = by_kind(explained.held), by_kind(explained.replicated)
     meanings = MEANINGS | (AT_THE_PEAK if explained.subject.batch else {})
     for kind, num_bytes in promised.items():
         style = "bold" if kind == "total" else ""
@@ -184,7 +206,7 @@ def _bytes_grid(explained: Explanation) -> Grid:
 
 
 def _bytes_note(explained: Explanation) -> Text:
-    num, peak_at = explained.subject.num_states, explained.step.footprint.peak_at
+    num, peak_at = explained.subject.num_states, explained.held.peak_at
     if peak_at is None:
         lines = ["Activations are the model's own and not in these figures; --batch counts them."]
     else:

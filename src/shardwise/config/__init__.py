@@ -2,7 +2,17 @@
 
 from shardwise.config.describe import plan_table, schema_table
 from shardwise.config.load import PlanSource, load_plan
-from shardwise.config.schema import LossScale, PlaceEdit, Plan, Rows, Rule, Wire, flatten
+from shardwise.config.schema import (
+    LossScale,
+    PlaceEdit,
+    Plan,
+    Rows,
+    Rule,
+    StyleName,
+    TensorParallel,
+    Wire,
+    flatten,
+)
 
 __all__ = [
     "LossScale",
@@ -11,6 +21,8 @@ __all__ = [
     "PlanSource",
     "Rows",
     "Rule",
+    "StyleName",
+    "TensorParallel",
     "Wire",
     "flatten",
     "load_plan",

@@ -8,7 +8,7 @@ What a name means (is `zero4` a preset? is `dp` an axis of this mesh?) is asked 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
@@ -52,6 +52,41 @@ UnitRule = Annotated[
     AfterValidator(_one_rule),
     Field(description="a rule such as {class: Block}"),
 ]
+
+
+StyleName = Literal[
+    "column",
+    "column_gathered",
+    "row",
+    "row_scattered",
+    "vocabulary",
+    "vocabulary_cut",
+    "embedding_column",
+    "embedding_heads",
+    "summed",
+    "replicated",
+]
+"""Ways to cut a module: see docs/tensor-parallel.md."""
+
+
+def _one_tensor_rule(rule: dict[str, str | int]) -> dict[str, str | int]:
+    counts = [rule.get(key, 1) for key in ("parts", "heads")]
+    if rule.get("style") in get_args(StyleName) and all(type(count) is int and count >= 1 for count in counts):
+        return rule
+    raise ValueError(
+        f"a rule is {{style: name}}, with one of {', '.join(get_args(StyleName))}; {{parts: count}} says how many "
+        "matrices are fused in the module, {heads: count} how many attention heads each has"
+    )
+
+
+TensorRule = Annotated[
+    dict[Literal["style", "parts", "heads"], str | int],
+    AfterValidator(_one_tensor_rule),
+    Field(description="a rule {style: ..., parts: 3}"),
+]
+
+
+Style = Annotated[StyleName, Field(description="a style")]
 
 
 class Strict(BaseModel):
@@ -118,6 +153,22 @@ class Pipeline(Strict):
     )
 
 
+class TensorParallel(Strict):
+    """How the mesh axis `tp` cuts a model."""
+
+    plan: dict[str, Style | TensorRule] | None = Field(
+        default=None, description="styles by patterns of module names (h.*.mlp.up); default: the model's own or ours"
+    )
+    divide: dict[str, Names] = Field(
+        default={}, description="by patterns of module names, attributes that count heads or features of what is cut"
+    )
+    sequence: bool = Field(default=False, description="between cut modules each rank has its part of the sequence")
+    cut_logits: bool = Field(
+        default=False, description="a causal language model of transformers works its loss out from logits in parts"
+    )
+    verify: bool = Field(default=False, description="compare the first batch with the uncut model, module by module")
+
+
 class Plan(Strict):
     """How one model is trained: a table, a mesh, and how the table is turned into a list."""
 
@@ -136,6 +187,9 @@ class Plan(Strict):
     )
     wire: Wire = Field(default=Wire(), description="what travels")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
+    tensor: TensorParallel = Field(
+        default=TensorParallel(), description="how the mesh axis tp cuts the model, where there is one"
+    )
     units: Literal["auto"] | Names | UnitRule = Field(
         default="auto",
         description="what is gathered together: auto (the repeated block class), a list of module names "

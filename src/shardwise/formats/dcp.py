@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,31 +60,43 @@ def open_dcp(path: Path) -> Source:
     known = set(homes.values())
     left_out = [*objects.left_out, *(f"tensor {key}" for key in meta.tensors if key not in known)]
     ties = _ties(meta, [key for spec, key in homes.items() if not spec.is_state], names)
-    weights = {spec.name for spec in homes if not spec.is_state}
-    num_steps = _num_steps(store, homes)
-    groups = _groups(objects.settings)
-    strange = _nameless(homes, objects, groups, weights)
-    if strange:
-        left_out.append(NAMELESS.format(keys=f"{strange[0]} and {len(strange) - 1} more"))
+    states, num_steps = _States.of(homes, objects), _num_steps(store, homes)
     user = dict(objects.user)
     step = user.pop("step", num_steps)
-    states = [] if strange else [spec for spec in homes if spec.is_state and spec.name in weights]
-    left_out_specs = {spec for spec in homes if spec.is_state or spec.name in ties}.difference(states)
     return Source(
         form=FORM,
         path=path,
-        specs=tuple(spec for spec in homes if spec not in left_out_specs),
+        specs=tuple(spec for spec in homes if (spec in states.specs if spec.is_state else spec.name not in ties)),
         read=lambda spec: store.tensor(homes[spec]),
         step=step if type(step) is int and step >= 0 else num_steps,
         num_steps=num_steps,
         ties=ties,
-        groups=[] if strange else groups,
-        numbers={} if strange else objects.numbers,
+        groups=states.groups,
+        numbers=states.numbers,
         user=_unwrapped(user),
         facts={"keys": {"model": names.model, "optim": names.optim}},
         files=_files(path, meta),
-        left_out=left_out,
+        left_out=[*left_out, *states.left_out],
     )
+
+
+@dataclass
+class _States:
+    """What there is of the optimizer: all of it, or nothing where some of it is of parameters that are not there."""
+
+    specs: set[Spec] = field(default_factory=set)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, homes: Mapping[Spec, str], objects: _Objects) -> _States:
+        weights = {spec.name for spec in homes if not spec.is_state}
+        groups = _groups(objects.settings)
+        strange = _nameless(homes, objects, groups, weights)
+        if strange:
+            return cls(left_out=[NAMELESS.format(keys=f"{strange[0]} and {len(strange) - 1} more")])
+        return cls({spec for spec in homes if spec.is_state and spec.name in weights}, groups, objects.numbers)
 
 
 def _unwrapped(user: dict[str, Any]) -> dict[str, Any]:

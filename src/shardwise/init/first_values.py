@@ -2,7 +2,8 @@
 
 Sources, by name: weights in files; a history to replay (a deferred model, or one from the meta device whose
 initialisers were recorded); or the model's own tensors. If all ranks would make the same values, each makes its own
-and nothing is sent. Otherwise those of the first rank (of the data-parallel group) are broadcast, a unit at a time.
+and nothing is sent. Otherwise those of the first rank (of those who list the same parameters) are broadcast, a unit at
+a time. Values are always those of the unsplit model: where a model axis cuts a parameter, each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardwise.init.match import Match, match
 from shardwise.init.meta import Init, record_init
 from shardwise.init.tape import Origin, Ref, digest_of, origin_of, replay, tensor_bytes
 from shardwise.placement import Span
-from shardwise.storage import Flat, Unit, copy_into, is_dense
+from shardwise.storage import Flat, Unit, copy_into, is_dense, part_of
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -134,11 +135,19 @@ class FirstValues:
 
     def _settle_alone(self, flat: Flat) -> None:
         def piece(index: int, span: Span) -> Tensor:
-            return self._values(flat.slots[index].name, flat.params[index], span)
+            slot, param = flat.slots[index], flat.params[index]
+            if not slot.is_cut:
+                return self._values(slot.name, param, span)
+            whole = self._values(slot.name, param, Span(0, param.numel())).view(slot.whole_shape)
+            return part_of(whole, slot.box).reshape(-1)[span.start : span.stop]
 
         flat.settle_pieces(piece)
 
     def _settle_together(self, flat: Flat) -> None:
+        if any(slot.is_cut for slot in flat.slots):
+            flat.settle(flat.collect(lambda index: self._part_of_first(flat, index)))
+            return
+
         def piece(index: int) -> Tensor:
             slot = flat.slots[index]
             return self._values(slot.name, flat.params[index], Span(0, slot.numel))
@@ -146,6 +155,16 @@ class FirstValues:
         whole = flat.collect(piece if self._data_group.is_first else None)
         self._from_first(whole)
         flat.settle(whole)
+
+    def _part_of_first(self, flat: Flat, index: int) -> Tensor:
+        """This rank's part of the first one's values. All ranks call."""
+        slot, param = flat.slots[index], flat.params[index]
+        if self._data_group.is_first:
+            whole = self._values(slot.name, param, Span(0, param.numel())).to(flat.device, flat.kept_dtype, copy=True)
+        else:
+            whole = torch.empty(param.numel(), dtype=flat.kept_dtype, device=flat.device)
+        self._from_first(whole)
+        return part_of(whole.view(slot.whole_shape), slot.box).reshape(-1)
 
     # -- the rest ---------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from shardwise.init.tape import (
     Origin,
     Ref,
     common_generator,
+    has_generators,
     origin_of,
     origin_of_storage,
     replay,
@@ -273,7 +274,7 @@ def _makes_plain_tensors(func: Function, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call without tensors makes one of a kind that we can put off."""
     device = torch.device(kwargs.get("device") or "cpu")
     is_plain = kwargs.get("layout") in (None, torch.strided) and not kwargs.get("pin_memory")
-    return is_plain and device.type in ("cpu", "cuda") and _makes_tensors(func)
+    return is_plain and has_generators(device) and _makes_tensors(func)
 
 
 def _looks_anew(func: Function) -> bool:

@@ -221,13 +221,19 @@ def call(function: Function, args: Any, kwargs: Any, generator_state: Tensor | N
         common.set_state(before)
 
 
+def has_generators(device: torch.device) -> bool:
+    """Whether torch draws on `device` from a generator that can be asked for, so that a draw can be put off."""
+    return device.type == "cpu" or hasattr(getattr(torch, device.type, None), "default_generators")
+
+
 def common_generator(device: torch.device) -> torch.Generator:
     """The generator from which `device` draws when a call names none."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator: torch.Generator = torch.cuda.default_generators[index]
-        return generator
-    return torch.default_generator
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:

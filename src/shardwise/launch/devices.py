@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from shardwise.devices import TorchAccelerator
 
 
 def count_gpus() -> int:
-    """GPUs that torch sees here; asking does not create a context on any of them."""
-    return torch.cuda.device_count()
+    """GPUs, or other accelerators, that torch sees here; asking does not create a context on any of them."""
+    found = TorchAccelerator.found()
+    return found.num_devices if found is not None else 0

@@ -80,6 +80,11 @@ class Mesh:
         return tuple(axis for axis in self.model_axes if axis in SAME_PARAMS_AXES)
 
     @property
+    def params_axes(self) -> tuple[str, ...]:
+        """All axes along which ranks list the same parameters."""
+        return tuple(axis for axis in self.axes if axis in self.data_axes or axis in self.same_params_axes)
+
+    @property
     def num_data_ranks(self) -> int:
         """How many ranks share the parameters of one part of the model."""
         return math.prod(self.size(axis) for axis in self.data_axes)

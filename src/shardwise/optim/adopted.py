@@ -21,7 +21,7 @@ from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.states import StatesOfPieces
-from shardwise.storage import Flat
+from shardwise.storage import Flat, part_of
 
 Tensor = torch.Tensor
 INSTEAD = ("zero_grad", "add_param_group", "state_dict", "load_state_dict", "register_step_pre_hook")
@@ -324,6 +324,9 @@ def _cut(key: str, value: Any, piece: Piece) -> Any:
     """This rank's elements of a state that has the whole parameter's shape, copied; anything else as it is."""
     if not isinstance(value, Tensor) or (value.dim() == 0 and key in SCALAR_STATES):
         return value
+    if piece.box is not None and piece.box.is_cut and tuple(value.shape) == piece.box.shape:
+        part = part_of(value, piece.box).reshape(-1)
+        return part[piece.span.start : piece.span.stop].to(piece.tensor.device, copy=True)
     if tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
         return value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.tensor.device, copy=True)
     return value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.placement import Span
+from shardwise.placement import Box, Span
 from shardwise.storage import Flat
 
 
@@ -22,6 +22,11 @@ class Piece:
     tensor: nn.Parameter
     flat: Flat
     index: int
+
+    @property
+    def box(self) -> Box | None:
+        """The part of the unsplit parameter that `shape` and `span` are of, where a model axis cuts or copies it."""
+        return self.flat.slots[self.index].box
 
     @property
     def param(self) -> nn.Parameter:

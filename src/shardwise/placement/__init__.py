@@ -1,7 +1,7 @@
 """Places, the table, the presets, and what turns one place into another. Pure."""
 
-from shardwise.placement.box import Box
-from shardwise.placement.layout import Layout, Slot, pack, pack_boxes, padded_numel
+from shardwise.placement.box import Box, Run, common_runs
+from shardwise.placement.layout import ALIGN, Layout, Slot, pack, pack_boxes, padded_numel
 from shardwise.placement.moves import Move, MoveVerb, moves
 from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
 from shardwise.placement.presets import (
@@ -18,6 +18,7 @@ from shardwise.placement.span import Span
 from shardwise.placement.table import Table
 
 __all__ = [
+    "ALIGN",
     "KINDS",
     "PRESETS",
     "WIDTH",
@@ -30,10 +31,12 @@ __all__ = [
     "MoveVerb",
     "Place",
     "Preset",
+    "Run",
     "Slot",
     "Span",
     "Table",
     "Tier",
+    "common_runs",
     "mesh_for",
     "moves",
     "pack",

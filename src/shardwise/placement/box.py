@@ -7,14 +7,17 @@ buffers, gradients and optimizer states are laid out as if it were the parameter
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from shardwise.placement.span import Span
 
 Ranges = tuple[Span, ...]
 """Of one dimension, ascending and apart."""
+Run = tuple[int, int, int]
+"""Elements that lie together in two flattened tensors: where they begin in either, and how many they are."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,16 @@ class Box:
     def is_cut(self) -> bool:
         return self.own_shape != self.shape
 
+    @property
+    def has_first(self) -> bool:
+        """Whether the first element of the whole is in it."""
+        return all(ranges[0].start == 0 for ranges in self.ranges)
+
     @cached_property
-    def runs(self) -> tuple[tuple[int, int, int], ...]:
+    def runs(self) -> tuple[Run, ...]:
         """The part, flattened, as runs of elements that lie together in the flattened whole, in order:
         `(start in the part, start in the whole, number of elements)`."""
-        found: list[tuple[int, int, int]] = []
+        found: list[Run] = []
         start = 0
         for whole, numel in _runs(self.shape, self.ranges):
             if found and found[-1][1] + found[-1][2] == whole:
@@ -77,6 +85,16 @@ class Box:
         for ranges in self.ranges:
             blocks = [(*block, span) for block in blocks for span in ranges]
         return tuple(blocks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, from which `from_json` makes the same."""
+        ranges = [[[span.start, span.stop] for span in own] for own in self.ranges]
+        return {"shape": list(self.shape), "ranges": ranges, "copies": self.copies, "place": self.place}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Box:
+        ranges = tuple(tuple(Span(start, stop) for start, stop in own) for own in said["ranges"])
+        return cls(tuple(said["shape"]), ranges, said["copies"], said["place"])
 
     def __str__(self) -> str:
         """`[0:8+16:24, :]`"""
@@ -106,3 +124,32 @@ def _runs(shape: tuple[int, ...], ranges: tuple[Ranges, ...]) -> Iterator[tuple[
 
 def _range(span: Span) -> range:
     return range(span.start, span.stop)
+
+
+def common_runs(one: Box, one_span: Span, other: Box, other_span: Span) -> list[Run]:
+    """What is both among elements `one_span` of the part `one` of a tensor and `other_span` of the part `other`, in
+    order: `(start in one, start in other, number of elements)`."""
+    first, second = _within(one, one_span), _within(other, other_span)
+    found: list[Run] = []
+    at, to = 0, 0
+    while at < len(first) and to < len(second):
+        here, there = first[at], second[to]
+        start = max(here[1], there[1])
+        stop = min(here[1] + here[2], there[1] + there[2])
+        if start < stop:
+            found.append((here[0] + start - here[1], there[0] + start - there[1], stop - start))
+        if here[1] + here[2] <= there[1] + there[2]:
+            at += 1
+        else:
+            to += 1
+    return found
+
+
+def _within(box: Box, span: Span) -> list[Run]:
+    """The runs of the part, as far as they are among its elements `span`."""
+    found = []
+    for start, whole, numel in box.runs:
+        common = Span(start, start + numel).overlap(span)
+        if common.numel:
+            found.append((common.start, whole + common.start - start, common.numel))
+    return found

@@ -34,6 +34,21 @@ class Slot:
     def span(self) -> Span:
         return Span(self.start, self.start + self.numel)
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """That of the unsplit parameter."""
+        return self.shape if self.box is None else self.box.shape
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks along a model axis have different parts of it."""
+        return self.box is not None and self.box.is_cut
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether ranks along a model axis have copies of it."""
+        return self.box is not None and self.box.copies > 1
+
 
 def pack(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
     """Parameters one after the other, each at a multiple of `ALIGN`, in the order given."""

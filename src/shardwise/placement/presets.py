@@ -58,10 +58,6 @@ PRESETS = {
 }
 
 
-HAVE = frozenset({"pp"})
-"""The model axes that this version has."""
-
-
 def preset(name: str) -> Preset:
     """The preset called `name`, or a sentence with the nearest one."""
     if name not in PRESETS:
@@ -72,6 +68,10 @@ def preset(name: str) -> Preset:
 def takes_local_size(plan: Plan) -> bool:
     """Whether the mesh of `plan` follows from how many ranks a host has."""
     return plan.mesh is None and plan.preset in PRESETS and len(PRESETS[plan.preset].axes) > 1
+
+
+SPLITS = ("tp", "pp")
+"""The model axes that something in this version splits models along."""
 
 
 def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh:
@@ -93,7 +93,7 @@ def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh
         return Mesh.of({axes[0]: -1, **dict.fromkeys(axes[1:-1], 1), axes[-1]: local}, world_size)
     sizes = plan.mesh or {axes[-1]: -1}
     for axis in sizes:
-        if axis in MODEL_AXES and axis not in HAVE and sizes[axis] != 1:
+        if axis in MODEL_AXES and axis not in SPLITS and sizes[axis] != 1:
             raise ConfigError(
                 f"The plan's mesh has the axis {axis!r}, which means {MODEL_AXES[axis]}. This version has none, and "
                 f"would only shard over it. Leave {axis!r} out, or give an axis over which to shard another name."

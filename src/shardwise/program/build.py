@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
@@ -36,35 +36,49 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
     nothing else in between is not dropped at all.
     """
     by_name = {unit.name: unit for unit in units}
-    whole = {flat.name for unit in units for flat in unit.flats if flat.resident}
-    held: set[str] = set()
-    needs = _Needs(trace, (unit.name for unit in units if not _are_in(whole, unit)))
+    there = _There({flat.name for unit in units for flat in unit.flats if flat.resident})
+    needs = _Needs(trace, (unit.name for unit in units if not there.is_whole(unit)))
     blocks = []
     for index, moment in enumerate(trace):
         unit = by_name[moment.unit]
         due: Actions = ()
         if moment.edge == "before":
-            due = _gathers_of_missing(unit, whole, held)
-            names = {flat.name for flat in unit.flats}
-            whole |= names
-            held -= names
+            due = there.make_whole(unit)
         elif moment.phase == "backward" or not needs.is_next(index):
-            drops = drop_due(unit, moment, training=training, reduces=reduces)
-            due = tuple(action for action in drops if action.flat in whole or action.subject == "grad")
-        whole -= {action.flat for action in due if action.verb == "free"}
-        held |= {action.flat for action in due if action.verb == "slice"}
-        if not _are_in(whole, unit):
+            due = there.drop(drop_due(unit, moment, training=training, reduces=reduces))
+        if not there.is_whole(unit):
             needs.note_absent(index)
         blocks.append(Block(moment, due))
     if training:
-        left = [flat.name for unit in units for flat in unit.flats if flat.name in whole and not flat.resident]
-        blocks.append(Block(END_OF_BACKWARD, tuple(Action("free", name, "full") for name in left)))
+        blocks.append(Block(END_OF_BACKWARD, there.drop(action for unit in units for action in _free(unit))))
     return tuple(blocks)
 
 
-def _gathers_of_missing(unit: UnitSpec, whole: set[str], held: set[str]) -> Actions:
-    missing = [flat for flat in unit.flats if flat.name not in whole]
-    return tuple(action for flat in missing for action in gathers(flat, from_held=flat.name in held))
+class _There:
+    """Which flat buffers are whole, and of which a range is held, as far as a pass has been built."""
+
+    def __init__(self, whole: set[str]) -> None:
+        self._whole = whole
+        self._held: set[str] = set()
+
+    def is_whole(self, unit: UnitSpec) -> bool:
+        return all(flat.name in self._whole for flat in unit.flats)
+
+    def make_whole(self, unit: UnitSpec) -> Actions:
+        """What gathers those of its flat buffers that are not."""
+        missing = [flat for flat in unit.flats if flat.name not in self._whole]
+        due = tuple(action for flat in missing for action in gathers(flat, from_held=flat.name in self._held))
+        names = {flat.name for flat in missing}
+        self._whole |= names
+        self._held -= names
+        return due
+
+    def drop(self, due: Iterable[Action]) -> Actions:
+        """Those of `due` that have something to act on: a gradient, or what is whole."""
+        done = tuple(action for action in due if action.flat in self._whole or action.subject == "grad")
+        self._whole -= {action.flat for action in done if action.verb == "free"}
+        self._held |= {action.flat for action in done if action.verb == "slice"}
+        return done
 
 
 def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
@@ -190,10 +204,6 @@ class _Needs:
         while self._absent and self._absent[0] <= index:
             heappop(self._absent)
         return needed is not None and (not self._absent or needed <= self._absent[0])
-
-
-def _are_in(whole: Container[str], unit: UnitSpec) -> bool:
-    return all(flat.name in whole for flat in unit.flats)
 
 
 def _acted(flat: FlatSpec, subject: Subject, source: Place, target: Place) -> Actions:

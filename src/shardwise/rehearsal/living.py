@@ -11,8 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CUDA_BLOCK_BYTES = 512
-"""Torch's allocator for CUDA hands out multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator.h)."""
+DEVICE_BLOCK_BYTES = 512
+"""Torch's allocators for accelerators hand out multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator.h, and
+alike for XPU)."""
 
 
 class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own

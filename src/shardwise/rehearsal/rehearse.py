@@ -21,7 +21,7 @@ from shardwise.precision import cast_floating
 from shardwise.program import END_OF_BACKWARD, Activations, Mark, Moment
 from shardwise.rehearsal.grouped import GroupedProducts
 from shardwise.rehearsal.integers import Integers, like
-from shardwise.rehearsal.living import CUDA_BLOCK_BYTES, LivingBytes
+from shardwise.rehearsal.living import DEVICE_BLOCK_BYTES, LivingBytes
 from shardwise.rehearsal.refusal import refusal
 from shardwise.rehearsal.twin import Twin, TwinFlat
 from shardwise.runtime.hooks import Hooks
@@ -122,7 +122,7 @@ class _Stage:
     def __init__(self, twin: Twin, device: torch.device) -> None:
         self._twin = twin
         self._resting = twin.resting
-        self._granule_bytes = CUDA_BLOCK_BYTES if device.type == "cuda" else 1
+        self._granule_bytes = 1 if device.type == "cpu" else DEVICE_BLOCK_BYTES
         self._hooks = Hooks(twin.model, twin.units, self)
         self.marks: list[Mark] = []
         self.is_wiser = False

@@ -29,9 +29,10 @@ OURS = f"{__name__.partition('.')[0]}."
 class TwinGradients(FlatGradients):
     """Gradients of which only note is taken."""
 
-    def arrive(self, index: int, grad: torch.Tensor) -> None:  # noqa: ARG002  # only that it came
+    def arrive(self, index: int, grad: torch.Tensor, *, is_last: bool = True) -> None:  # noqa: ARG002  # only that it came
         self.touched_here[index] = True
-        self._arrived.add(index)
+        if is_last:
+            self._arrived.add(index)
 
 
 class TwinFlat(Flat):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from shardwise.comm import Collectives, Group, sum_small
-from shardwise.placement import Axes
-from shardwise.storage import Flat
+from shardwise.placement import ALIGN, Axes, Box, Slot
+from shardwise.storage import Flat, put_part
 
 Tensor = torch.Tensor
 
@@ -22,6 +22,8 @@ class Agreement:
         self._collectives = collectives
         self._groups = groups
         self._coordinate = {axis: group.index for axis, group in groups.items()}
+        self._boxes: dict[str, list[Box]] = {}
+        """By parameter: the parts that the ranks along the model axis have."""
 
     def any_rank(self, flat: Flat, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
@@ -37,15 +39,19 @@ class Agreement:
             known = {key: value for message in reversed(said) for key, value in json.loads(message).items()}
         return known
 
-    def mean(self, flat: Flat, values: Tensor) -> Tensor:
-        """The mean of every rank's `values`, one-dimensional and of one length and dtype."""
+    def mean(self, flat: Flat, values: Tensor, slot: Slot | None = None) -> Tensor:
+        """The mean of every rank's `values`, one-dimensional and of one length and dtype: of those that have copies of
+        `slot` too."""
+        for axis in self._copying(flat, slot):
+            values = sum_small(values, self._collectives, self._groups[axis], flat.name) / len(self._groups[axis].ranks)
         for axis in flat.spec.table.axes:
             values = sum_small(values, self._collectives, self._groups[axis], flat.name) / len(self._groups[axis].ranks)
         return values
 
-    def broadcast(self, flat: Flat, values: Tensor) -> None:
-        """Give all ranks the first one's `values`, one-dimensional and contiguous, in place."""
-        for axis in flat.spec.table.axes if values.numel() else ():
+    def broadcast(self, flat: Flat, values: Tensor, slot: Slot | None = None) -> None:
+        """Give all ranks the first one's `values`, one-dimensional and contiguous, in place: those that have copies of
+        `slot` too."""
+        for axis in (*flat.spec.table.axes, *self._copying(flat, slot)) if values.numel() else ():
             group = self._groups[axis]
             self._collectives.broadcast(values, group.ranks[0], group, flat.name).wait()
 
@@ -56,3 +62,35 @@ class Agreement:
                 shard = tuple(other for other in shard if other != axis)
                 span = flat.spec.layout.span(shard, self._coordinate)
                 self._collectives.all_gather(whole[span.start : span.stop], self._groups[axis], flat.name).wait()
+
+    def assembled(self, flat: Flat, slot: Slot, part: Tensor) -> Tensor:
+        """The unsplit tensor, in its shape, of which each rank along the model axis has the `part` of its slot."""
+        if slot.box is None:
+            return part.view(slot.shape)
+        whole = part.view(slot.shape)
+        for axis in flat.spec.mesh.same_params_axes:  # there is one
+            group = self._groups[axis]
+            boxes = self._boxes_of(slot, group)
+            if not any(box.is_cut for box in boxes):
+                return whole
+            longest = -(-max(box.numel for box in boxes) // ALIGN) * ALIGN
+            parts = part.new_zeros(len(boxes), longest)
+            parts[group.index, : part.numel()] = part.reshape(-1)
+            self._collectives.all_gather(parts.view(-1), group, slot.name).wait()
+            whole = part.new_empty(slot.whole_shape)
+            for box, theirs in zip(boxes, parts, strict=True):
+                if box.place == 0:
+                    put_part(whole, box, theirs[: box.numel])
+        return whole
+
+    def _boxes_of(self, slot: Slot, group: Group) -> list[Box]:
+        """Asked once for each parameter."""
+        if slot.name not in self._boxes:
+            assert slot.box is not None
+            said = self._collectives.exchange(json.dumps(slot.box.to_json()).encode(), group, slot.name)
+            self._boxes[slot.name] = [Box.from_json(json.loads(message)) for message in said]
+        return self._boxes[slot.name]
+
+    def _copying(self, flat: Flat, slot: Slot | None) -> tuple[str, ...]:
+        """The model axes along which ranks have copies of `slot`."""
+        return flat.spec.mesh.same_params_axes if slot is not None and slot.is_copied and not slot.is_cut else ()

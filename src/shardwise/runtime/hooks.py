@@ -21,6 +21,11 @@ call, the head's gradient is there long before that of a block below a frozen no
 backward ends, and so the frozen parameters of such a call stay whole until then (`await_end`). An input that is a leaf
 tells too little as well: autograd hands its gradient out at once, while all others wait for what was computed later.
 But where a leaf stands for an input that is recomputed from, in an autograd of its own, it is believed.
+
+[Note: a backward inside] Reentrant checkpointing runs a backward inside of the backward, and at its end gradients have
+arrived. If a module around the checkpointed one is a site of the unit as well, since it reads a parameter itself
+perhaps, its own backward is still to come, and reads parameters again. The outer backward has opened the unit, so the
+inner one cannot close it, and none of its gradients is the last. Autograd numbers backwards as they begin.
 """
 
 from __future__ import annotations
@@ -108,6 +113,24 @@ class _Use:
     """Likewise of the forwards that run inside a backward, the innermost last."""
     sent_back: set[_Call] = field(default_factory=set)
     """The calls whose gradients have come in the backward that runs."""
+    backward: int | None = None
+    """The backward in which gradients of its outputs have come, the outermost if one runs inside of another."""
+
+    def open_in(self, backward: int) -> bool:
+        """Whether it was open in a backward that ran inside of this one, and has to begin anew."""
+        is_anew = self.backward is not None and backward < self.backward
+        if self.backward is None or is_anew:
+            self.backward = backward
+        return is_anew
+
+    def is_open_around(self, backward: int) -> bool:
+        """Whether `backward` runs inside of the one that it is open in; see [Note: a backward inside]."""
+        return self.backward is not None and self.backward < backward
+
+    def close(self) -> None:
+        """Its backward is through."""
+        self.sent_back.clear()
+        self.backward = None
 
 
 class Hooks:
@@ -196,8 +219,8 @@ class Hooks:
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether a backward was begun whose end never came; asked while none runs."""
-        return self._awaits_end
+        """Whether a backward was begun whose end never came."""
+        return self._awaits_end and not in_backward()
 
     def _before(self, unit: Unit, use: _Use, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._outer_compile.notice()
@@ -292,10 +315,13 @@ class Hooks:
             )
         if torch.is_grad_enabled():  # backward(create_graph=True)
             self._listener.await_graph(unit)
+        if self._uses[unit.name].open_in(_graph_task_id()):
+            for flat in unit.flats:
+                flat.grads.expect_all()
         self._open_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
-        grads = flat.grads
+        grads, use = flat.grads, self._uses[unit.name]
         for index, param in enumerate(flat.params):
 
             def arrived(param: Tensor, index: int = index) -> None:
@@ -317,7 +343,7 @@ class Hooks:
                     )
                 if not self._awaits_end:
                     self._await_end()
-                grads.arrive(index, grad)
+                grads.arrive(index, grad, is_last=not use.is_open_around(_graph_task_id()))
                 if grads.complete():
                     self._close_backward(unit)
 
@@ -338,8 +364,8 @@ class Hooks:
         waits = any(call.num_left > 0 for call in use.sent_back)
         is_told = bool(use.sent_back) and all(call.num_inputs for call in use.sent_back)
         inputs_decide = is_told and unit.name in self._inputs_decide
-        if not waits and (have_all or inputs_decide):
-            use.sent_back.clear()
+        if not waits and (have_all or inputs_decide) and not use.is_open_around(_graph_task_id()):
+            use.close()
             for flat in unit.flats:
                 flat.grads.expect_all()
             self._listener.after_backward(unit)
@@ -351,7 +377,7 @@ class Hooks:
     def _end(self) -> None:
         self._awaits_end = False
         for use in self._uses.values():
-            use.sent_back.clear()
+            use.close()
         for unit in self._units:
             for flat in unit.flats:
                 flat.grads.expect_all()
@@ -367,7 +393,7 @@ class Hooks:
             use.depth = 0
             use.call = None
             use.recomputed.clear()
-            use.sent_back.clear()
+            use.close()
 
 
 def _taken_at_rest(param: Tensor) -> Tensor | None:

@@ -29,9 +29,9 @@ class Programs:
 
     def learn_training(self, script: Script, *, reduces: bool) -> bool:
         """Make the program of the pass that `script` has recorded. False, and nothing done, if it is too long."""
-        trace = tuple(moment for moment in script.trace if moment.unit)
-        if len(trace) >= LONGEST_TRACE:
+        if len(script.trace) >= LONGEST_TRACE:
             return False
+        trace = script.recorded()
         if reduces:
             self.program = self._planned(trace)
             micro_batch = self.program.micro_batch

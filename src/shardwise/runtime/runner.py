@@ -226,7 +226,7 @@ class Runner:
     # -- when something raised --------------------------------------------------------------------------
 
     def recover_if_cut_short(self) -> None:
-        """If a backward raised since the last event: let go of everything, and of all gradients. Not inside of one."""
+        """If a backward raised since the last event: let go of everything, and of all gradients."""
         if not self._hooks.is_cut_short:
             return
         self._recover()

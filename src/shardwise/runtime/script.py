@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.comm import Journal
-from shardwise.program import Moment
+from shardwise.program import Moment, Trace
 from shardwise.runtime.executor import BoundBlock
 
 LONGEST_TRACE = 100_000
@@ -61,6 +61,24 @@ class Script:
             return None
         self._next += 1
         return block
+
+    def recorded(self) -> Trace:
+        """The order in which units were used in this pass.
+
+        Where a program was followed at first, it may have closed a backward too early, which was closed again when it
+        was through: only then did it end.
+        """
+        trace, closed = [], set()
+        for moment in reversed(self.trace):
+            if moment.phase == "backward":
+                if moment.edge == "before":
+                    closed.discard(moment.unit)
+                elif moment.unit in closed:
+                    continue
+                else:
+                    closed.add(moment.unit)
+            trace.append(moment)
+        return tuple(moment for moment in reversed(trace) if moment.unit)
 
     def is_finished(self) -> bool:
         return self.is_followed and self._next == len(self.blocks)

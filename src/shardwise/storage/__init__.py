@@ -1,5 +1,6 @@
 """Units chosen from a module tree, and the flat memory they live in."""
 
+from shardwise.storage.boxes import part_of, put_part
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import AtRest, Flat, FullState, is_at_rest
 from shardwise.storage.fresh import FreshGradients
@@ -28,6 +29,8 @@ __all__ = [
     "make_unit",
     "may_overlap",
     "on_host",
+    "part_of",
+    "put_part",
     "share",
     "tables_for",
     "torch_dtype",

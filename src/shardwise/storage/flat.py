@@ -121,7 +121,7 @@ class Flat:
 
         `values(index)` is one parameter, flat; without it the buffer is there and zero, to be received into.
         """
-        whole = torch.zeros(self.spec.numel, dtype=self._kept_dtype(), device=self.device)
+        whole = torch.zeros(self.spec.numel, dtype=self.kept_dtype, device=self.device)
         if values is not None:
             for index, slot in enumerate(self.slots):
                 _part(whole, slot.span).copy_(values(index))
@@ -141,7 +141,7 @@ class Flat:
         for index, (slot, param) in enumerate(zip(self.slots, self.params, strict=True)):
             mine = slot.span.overlap(self.param_span)
             if mine.numel:
-                self._keep(mine, values(index, mine.within(slot.span)).to(self._kept_dtype()))
+                self._keep(mine, values(index, mine.within(slot.span)).to(self.kept_dtype))
             param.data = views[index]  # only now: it may have been where the values came from
 
     def _keep(self, mine: Span, values: Tensor) -> None:
@@ -186,7 +186,9 @@ class Flat:
                 self.meter.hold("optim", self.master.nbytes)
         return views
 
-    def _kept_dtype(self) -> torch.dtype:
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """In which the parameters' values are kept: that of master weights, or a frozen one's own."""
         table = self.spec.table
         return torch_dtype(table.optim.dtype if self.spec.trainable else table.compute)
 

@@ -78,8 +78,11 @@ class FlatGradients:
 
     # -- what a backward leaves -------------------------------------------------------------------------
 
-    def arrive(self, index: int, grad: Tensor) -> None:
-        """Take the gradient of parameter `index` into the fresh ones: cast, averaged over ranks, in one pass."""
+    def arrive(self, index: int, grad: Tensor, *, is_last: bool = True) -> None:
+        """Take the gradient of parameter `index` into the fresh ones: cast, averaged over ranks, in one pass.
+
+        `is_last`: no other one of this parameter is to come in this backward.
+        """
         view = (self.fresh or self._opened_fresh()).views[index]
         if self._in_fresh[index]:
             view.add_(grad, alpha=self._scale)
@@ -87,7 +90,8 @@ class FlatGradients:
             torch.mul(grad, self._factor, out=view)
         self._in_fresh[index] = True
         self.touched_here[index] = True
-        self._arrived.add(index)
+        if is_last:
+            self._arrived.add(index)
 
     def _opened_fresh(self) -> FreshGradients:
         """Memory for fresh gradients; new memory is undefined, but zero between parameters."""

@@ -163,7 +163,7 @@ class ParamHome:
         owner.before_change()
         owner.runner.step.open_params()
         flat_values = values.reshape(-1)
-        owner.agreement.broadcast(flat, flat_values)
+        owner.agreement.broadcast(flat, flat_values, self.slot)
         flat.accept_edit(self._index, flat_values)
         owner.runner.step.close_params()
 
@@ -246,7 +246,7 @@ class GradSource:
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
         self._require_there()
-        whole = self.owner.access.read(self.flat.slots[self.index].name, "grad")
+        whole = self.owner.access.read_part(self.flat.slots[self.index].name, "grad")
         assert whole is not None
         yield whole
 

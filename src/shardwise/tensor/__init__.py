@@ -1,0 +1,36 @@
+"""Tensor parallelism: modules cut along one dimension, by ranks that share each sample (arXiv:1909.08053)."""
+
+from shardwise.tensor.functions import (
+    copy_to,
+    gather_from,
+    gather_to,
+    reduce_from,
+    reduce_scatter_from,
+    scatter_to,
+)
+from shardwise.tensor.generators import Generators, draws
+from shardwise.tensor.line import Line
+from shardwise.tensor.loss import cross_entropy
+from shardwise.tensor.regions import Regions
+from shardwise.tensor.same_batch import SameBatch
+from shardwise.tensor.split import AXIS, Split, split_for
+from shardwise.tensor.verify import Verifier
+
+__all__ = [
+    "AXIS",
+    "Generators",
+    "Line",
+    "Regions",
+    "SameBatch",
+    "Split",
+    "Verifier",
+    "copy_to",
+    "cross_entropy",
+    "draws",
+    "gather_from",
+    "gather_to",
+    "reduce_from",
+    "reduce_scatter_from",
+    "scatter_to",
+    "split_for",
+]

@@ -1,0 +1,229 @@
+"""What a module that is cut does instead of its own forward. Each is set as `module.forward`.
+
+Copies of a model are made for rehearsals only; theirs send nothing (`Line.__deepcopy__`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwise.errors import ModelError
+from shardwise.placement import Span
+from shardwise.tensor.functions import apply as _apply
+from shardwise.tensor.functions import copy_to, gather_from, reduce_from, scatter_to
+from shardwise.tensor.line import Line
+from shardwise.tensor.regions import Regions
+
+Tensor = torch.Tensor
+Sizes = tuple[int, ...]
+"""Of the ranks' parts along a dimension."""
+HIDDEN = "hidden_states"
+
+
+class Forward:
+    """A forward in the place of a module's own."""
+
+    def __init__(self, module: nn.Module, line: Line, regions: Regions, *, on_sequence: bool = False) -> None:
+        """`on_sequence`: around the module this rank has its part of the sequence."""
+        self.module = module
+        self.line = line
+        self.regions = regions
+        self.on_sequence = on_sequence
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's class does."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def weight_of(self, name: str = "weight") -> Tensor:
+        weight: Tensor = getattr(self.module, name)
+        return weight
+
+
+class Column(Forward):
+    """Each rank makes its part of the output features, of one replicated input, or of parts of the sequence."""
+
+    def __init__(
+        self,
+        *given: Any,
+        sizes: Sizes,
+        gathers: bool,
+        shared: Shared | None,
+        on_sequence: bool,
+        is_entered: bool,
+        is_alone: bool,
+    ) -> None:
+        """`is_entered`: the module around it has entered the region; `is_alone`: it is a region by itself."""
+        super().__init__(*given, on_sequence=on_sequence)
+        self.is_entered = is_entered
+        self.is_alone = is_alone
+        self.sizes = sizes
+        self.gathers = gathers
+        self.shared = shared
+
+    def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        entered = tensor
+        if not self.is_entered:
+            entered = self.regions.enter(self.module, tensor, on_sequence=self.on_sequence, is_alone=self.is_alone)
+        if self.shared is None:
+            made: Tensor = self.original(entered, *args, **kwargs)
+        else:
+            with swapped(self.module, self.shared.of(self.module, self.line)):
+                made = self.original(entered, *args, **kwargs)
+        return gather_from(made, self.line, -1, self.sizes) if self.gathers else made
+
+
+class Shared:
+    """Features that several ranks have (key and value heads fewer than ranks): their gradients are summed."""
+
+    def __init__(self, dim: int, ranges: Sequence[Span], size: int) -> None:
+        """`ranges` are the ranks' parts along `dim` of the weight, of `size` in all; a bias has the same."""
+        self.dim, self.ranges, self.size = dim, tuple(ranges), size
+
+    def of(self, module: nn.Module, line: Line) -> dict[str, Tensor]:
+        own = self.ranges[line.place]
+        found = {}
+        for name, dim in (("weight", self.dim), ("bias", 0)):
+            param = module._parameters.get(name)
+            if param is not None:
+                found[name] = _sum_shared(param, line, dim, own, self.size)
+        return found
+
+
+class Row(Forward):
+    """Each rank has some of the input features, and so a summand of the output."""
+
+    def __init__(self, *given: Any, sizes: Sizes, scatters: bool, is_conv1d: bool, on_sequence: bool) -> None:
+        super().__init__(*given, on_sequence=on_sequence)
+        self.sizes = sizes
+        self.scatters = scatters
+        self.is_conv1d = is_conv1d
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        own = scatter_to(tensor, self.line, -1, self.sizes) if self.scatters else tensor
+        weight = self.weight_of()
+        made = own @ weight if self.is_conv1d else functional.linear(own, weight)
+        return self.regions.leave(made, self.module._parameters.get("bias"), on_sequence=self.on_sequence)
+
+
+class Vocabulary(Forward):
+    """An embedding of which each rank has some of the words."""
+
+    def __init__(self, module: nn.Module, line: Line, regions: Regions, own: Span) -> None:
+        super().__init__(module, line, regions)
+        self.own = own
+
+    def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        is_elsewhere = (tokens < self.own.start) | (tokens >= self.own.stop)
+        local = (tokens - self.own.start).masked_fill(is_elsewhere, 0)
+        made = self.original(local, *args, **kwargs)
+        return reduce_from(made.masked_fill(is_elsewhere.unsqueeze(-1), 0), self.line)
+
+
+class EmbeddingColumn(Forward):
+    """An embedding of which each rank has some of the features."""
+
+    def __init__(self, module: nn.Module, line: Line, regions: Regions, sizes: Sizes, *, gathers: bool) -> None:
+        super().__init__(module, line, regions)
+        self.sizes = sizes
+        self.gathers = gathers
+
+    def __call__(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = self.original(tokens, *args, **kwargs)
+        return gather_from(made, self.line, -1, self.sizes) if self.gathers else made
+
+
+class Summed(Forward):
+    """A module that is whole on every rank and works on what is cut: gradients of its parameters are summands."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = {name: copy_to(param, self.line) for name, param in self.module._parameters.items() if param is not None}
+        with swapped(self.module, own):
+            return self.original(*args, **kwargs)
+
+
+class RegionEntry(Forward):
+    """A module inside of which everything is cut by features: of its input it gets the whole sequence."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_first(args, kwargs, self.module, self._entered)
+        return self.original(*args, **kwargs)
+
+    def _entered(self, tensor: Tensor) -> Tensor:
+        return self.regions.enter(self.module, tensor, on_sequence=True, is_alone=False)
+
+
+class SequenceEdge(Forward):
+    """The first or last block of those between which each rank has its part of the sequence."""
+
+    def __init__(self, *given: Any, is_first: bool, is_last: bool) -> None:
+        super().__init__(*given)
+        self.is_first = is_first
+        self.is_last = is_last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_first:
+            cut = partial(self.regions.cut_sequence, is_training=self.module.training)
+            args, kwargs = with_first(args, kwargs, self.module, cut)
+        made = self.original(*args, **kwargs)
+        if not self.is_last:
+            return made
+        if isinstance(made, tuple):
+            return (self.regions.join_sequence(made[0]), *made[1:])
+        return self.regions.join_sequence(made)
+
+
+def with_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module, change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block or attention module with `change` of what it computes with: the first, or the hidden
+    states by name."""
+    if args and isinstance(args[0], Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    if isinstance(kwargs.get(HIDDEN), Tensor):
+        return args, {**kwargs, HIDDEN: change(kwargs[HIDDEN])}
+    raise ModelError(
+        f"tensor.sequence looks for what {type(module).__name__} computes with in its first argument, or in "
+        f"{HIDDEN}=, and found no tensor there. Leave tensor.sequence out of the plan."
+    )
+
+
+@contextmanager
+def swapped(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the module computes with `tensors` in the place of its parameters of those names."""
+    params: dict[str, Any] = module._parameters
+    before = {name: params[name] for name in tensors}
+    params.update(tensors)
+    try:
+        yield
+    finally:
+        params.update(before)
+
+
+def _sum_shared(param: Tensor, line: Line, dim: int, own: Span, size: int) -> Tensor:
+    made: Tensor = _apply(_SumShared, param, line, dim, own, size)
+    return made
+
+
+class _SumShared(torch.autograd.Function):
+    """The tensor as it is. Backward: the gradients of all ranks that have the same part of it are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, line: Line, dim: int, own: Span, size: int) -> Tensor:
+        ctx.args = line, dim, own, size
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        line, dim, own, size = ctx.args
+        shape = list(grad.shape)
+        shape[dim] = size
+        whole = grad.new_zeros(shape)
+        whole.narrow(dim, own.start, own.numel).copy_(grad)
+        return line.sum(whole).narrow(dim, own.start, own.numel).contiguous(), None, None, None, None

@@ -1,0 +1,172 @@
+"""Which module is cut how: by the user's patterns, the model's own plan, or a ready table."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwise.config import StyleName, TensorParallel
+from shardwise.errors import ConfigError, ModelError, nearest
+from shardwise.tensor.tables import STYLES, TABLES, TensorRule, config_of, groups_of, heads_of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one module is cut. `heads` are attention heads among its features (of each fused part), `groups` the key and
+    value heads of the attention that it belongs to; neither is cut in two. Without them any feature is a boundary."""
+
+    path: str
+    module: nn.Module
+    style: StyleName
+    parts: int = 1
+    heads: int | None = None
+    groups: int | None = None
+
+
+def cuts_for(model: nn.Module, wishes: TensorParallel) -> list[Cut]:
+    """The modules of `model` that are cut, in its order.
+
+    Raises `ConfigError` for a pattern that fits no module, and `ModelError` for a model without any plan.
+    """
+    rules = _own_rules(model) if wishes.plan is None else _asked(wishes.plan)
+    modules = dict(model.named_modules())
+    chosen: dict[str, TensorRule] = {}
+    for pattern, rule in rules.items():
+        fitting = list(_fitting(pattern, modules))
+        if not fitting and wishes.plan is not None:
+            raise ConfigError(
+                f"The plan's tensor.plan has the pattern {pattern!r}, which fits no module. {nearest(pattern, modules)}"
+            )
+        for path in fitting:
+            chosen[path] = rule
+    config = config_of(model)
+    chosen |= _tied(chosen, modules)
+    if wishes.cut_logits:
+        chosen |= dict.fromkeys(head_of(model)[:1], TensorRule("vocabulary_cut"))
+    cuts = [_cut(path, modules[path], chosen[path], config) for path in modules if path in chosen]
+    cuts = [cut for cut in cuts if cut.style != "replicated"]
+    if not any(cut.style not in ("summed",) for cut in cuts):
+        raise ModelError(
+            f"The plan's tensor.plan cuts no module of {type(model).__name__}; give it patterns of modules."
+        )
+    return cuts
+
+
+def head_of(model: nn.Module) -> tuple[str, nn.Module]:
+    """The head of a causal language model of transformers whose loss can be another, by path."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    path = next((path for path, module in model.named_modules() if module is head), None)
+    if head is None or path is None or not hasattr(type(model), "loss_function") or not _is_causal(model):
+        raise ModelError(
+            f"tensor.cut_logits is for causal language models of transformers, and {type(model).__name__} is none. "
+            f"Give the head the style vocabulary_cut, and call shardwise.tensor.cross_entropy(logits, targets, head)."
+        )
+    return path, head
+
+
+def _is_causal(model: nn.Module) -> bool:
+    return "CausalLM" in str(getattr(model, "loss_type", "")) or type(model).__name__.endswith(
+        ("CausalLM", "LMHeadModel")
+    )
+
+
+def divided(model: nn.Module, wishes: TensorParallel) -> Iterator[tuple[str, nn.Module, str]]:
+    """Attributes that count what is cut: path, module and name of each."""
+    modules = dict(model.named_modules())
+    ready = TABLES.get(_model_type(model)) if wishes.plan is None else None
+    for pattern, names in {**(ready.divide if ready is not None else {}), **wishes.divide}.items():
+        fitting = list(_fitting(pattern, modules))
+        if not fitting and pattern in wishes.divide:
+            raise ConfigError(
+                f"The plan's tensor.divide has the pattern {pattern!r}, which fits no module. "
+                f"{nearest(pattern, modules)}"
+            )
+        for path in fitting:
+            for name in names:
+                value = getattr(modules[path], name, None)
+                if pattern in wishes.divide and type(value) is not int:
+                    raise ConfigError(
+                        f"The plan's tensor.divide names {name} of {path}, which is {value!r} and not a whole number."
+                    )
+                if type(value) is int:
+                    yield path, modules[path], name
+
+
+def _asked(plan: Mapping[str, Any]) -> dict[str, TensorRule]:
+    """The user's, which the schema has checked."""
+    return {
+        pattern: TensorRule(**({"style": rule} if isinstance(rule, str) else rule)) for pattern, rule in plan.items()
+    }
+
+
+def _own_rules(model: nn.Module) -> Mapping[str, TensorRule]:
+    """Those that the model brings, or that we have for it."""
+    brought: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    if brought:
+        return {pattern: TensorRule(_translated(model, pattern, style)) for pattern, style in brought.items()}
+    ready = TABLES.get(_model_type(model))
+    if ready is not None:
+        return ready.rules
+    known = ", ".join(sorted(TABLES))
+    raise ModelError(
+        f"{type(model).__name__} brings no tensor-parallel plan, and shardwise has none for it (it has for {known}). "
+        f"Say which modules are cut, by patterns of names: tensor: {{plan: {{h.*.mlp.up: column, h.*.mlp.down: row}}}}"
+    )
+
+
+def _translated(model: nn.Module, pattern: str, style: str) -> StyleName:
+    if style not in STYLES:
+        raise ModelError(
+            f"{type(model).__name__}'s own tensor-parallel plan has the style {style!r} for {pattern}, which this "
+            f"version does not have; it has {', '.join(STYLES)}. Give a plan of your own: tensor.plan."
+        )
+    return STYLES[style]
+
+
+def _model_type(model: nn.Module) -> str:
+    config = config_of(model)
+    return "" if config is None else str(config.model_type)
+
+
+def _fitting(pattern: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Modules of that name, whatever they are in."""
+    for path in modules:
+        if path and (fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"*.{pattern}")):
+            yield path
+
+
+def _tied(chosen: Mapping[str, TensorRule], modules: Mapping[str, nn.Module]) -> dict[str, TensorRule]:
+    """What shares its weight with a module that is cut by words is cut by words too."""
+    by_words = ("vocabulary", "vocabulary_cut", "column_gathered")
+    weights = {
+        id(modules[path].weight)
+        for path, rule in chosen.items()
+        if rule.style in by_words and _has_weight(modules[path])
+    }
+    return {
+        path: TensorRule("vocabulary")
+        for path, module in modules.items()
+        if path not in chosen and _has_weight(module) and id(module.weight) in weights
+    }
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return isinstance(module._parameters.get("weight"), nn.Parameter)
+
+
+def _cut(path: str, module: nn.Module, rule: TensorRule, config: object) -> Cut:
+    if (
+        rule.heads is not None
+        or config is None
+        or rule.style in ("vocabulary", "vocabulary_cut", "summed", "replicated")
+    ):
+        return Cut(path, module, rule.style, rule.parts, rule.heads, rule.heads)
+    known = heads_of(config, path) if rule.style in ("column", "row") else None
+    if known is None:
+        return Cut(path, module, rule.style, rule.parts)
+    return Cut(path, module, rule.style, rule.parts, known[0], groups_of(config))

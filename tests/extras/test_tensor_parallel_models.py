@@ -1,0 +1,140 @@
+"""Models of transformers, cut by their own tensor-parallel plan or by ours, against themselves unsplit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+import shardwise as sw
+from shardwise.errors import ModelError
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+NUM_STEPS = 3
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+NO_DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout_rate", "attention_dropout", "dropout")
+NO_DROPOUT += ("hidden_dropout_prob", "attention_probs_dropout_prob")
+THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+T5 = {"d_kv": 16, "d_ff": 128, "d_model": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+SEQUENCE, LOGITS = {"sequence": True}, {"cut_logits": True}
+MODELS: dict[str, tuple[Any, ...]] = {
+    "llama": ("llama", {}, 2),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}, 2),
+    "llama, a key head for two ranks": ("llama", {}, 4),
+    "llama, one key head": ("llama", {"num_key_value_heads": 1}, 2),
+    "llama, three key heads for two ranks": ("llama", THREE_GROUPS, 2),
+    "qwen3": ("qwen3", {"head_dim": 16}, 2),
+    "gemma2": ("gemma2", {"head_dim": 16}, 2),
+    "phi3": ("phi3", {"num_key_value_heads": 4}, 2),
+    "gpt2": ("gpt2", {"n_positions": 64}, 2),
+    "gpt2, uneven": ("gpt2", {"n_positions": 64, "hidden_size": 48, "num_attention_heads": 3}, 2),
+    "opt": ("opt", {"ffn_dim": 128, "max_position_embeddings": 64, "word_embed_proj_dim": 64}, 2),
+    "bert": ("bert", {"max_position_embeddings": 64}, 2),
+    "llama, sequences": ("llama", {}, 2, SEQUENCE),
+    "llama, logits in parts": ("llama", {"tie_word_embeddings": True}, 2, LOGITS),
+    "qwen3, both": ("qwen3", {"head_dim": 16}, 2, SEQUENCE | LOGITS),
+    "gemma2, both": ("gemma2", {"head_dim": 16}, 2, SEQUENCE | LOGITS),
+    "gpt2, both": ("gpt2", {"n_positions": 64}, 2, SEQUENCE | LOGITS),
+    "opt, sequences": (
+        "opt",
+        {"ffn_dim": 128, "max_position_embeddings": 64, "word_embed_proj_dim": 64},
+        2,
+        SEQUENCE,
+    ),
+    "bert, sequences": ("bert", {"max_position_embeddings": 64}, 2, SEQUENCE),
+    "t5": ("t5", {**T5, "tie_word_embeddings": True}, 2),
+}
+
+
+def built(kind: str, sizes: dict[str, Any]) -> nn.Module:
+    config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
+    for name in NO_DROPOUT:
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    auto = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}.get(kind, AutoModelForCausalLM)
+    torch.manual_seed(0)
+    model: nn.Module = auto.from_config(config)
+    for param in model.parameters():
+        if param.dim() == 1:
+            nn.init.normal_(param, 1.0, 0.1)
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.randint(3, 127, (2, 16), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_cut_as_its_plan_says_trains_as_itself(name: str) -> None:
+    kind, sizes, tp, *asked = MODELS[name]
+    twin = built(kind, sizes)
+    models = [copy.deepcopy(twin) for _ in range(tp)]
+    optimizer = optimizer_of(twin)
+    expected = []
+    grads: dict[str, Tensor] = {}
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = twin(**batch()).loss
+        loss.backward()
+        grads = {key: param.grad.clone() for key, param in twin.named_parameters() if param.grad is not None}
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        expected += [loss.item(), float(norm)]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": tp}, "clip_grad_norm": 1.0, "tensor": asked[0] if asked else {}}
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+        model, said = models[world.rank], []
+        found: dict[str, Tensor] = {}
+        with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
+            assert sum(param.numel() for param in model.parameters()) < sum(one.numel() for one in twin.parameters())
+            for _ in range(NUM_STEPS):
+                loss = engine(**batch()).loss
+                engine.backward(loss)
+                every = {key: engine.get(key, "grad") for key, _ in model.named_parameters()}
+                found = {key: grad for key, grad in every.items() if grad is not None}
+                said += [loss.item(), float(engine.step() or 0.0)]
+            return said, found, engine.state_dict()
+
+    for said, found, state in run_ranks(tp, rank):
+        assert said == pytest.approx(expected, rel=1e-5)
+        assert found.keys() == grads.keys()
+        for key, grad in grads.items():
+            assert torch.allclose(found[key], grad, rtol=1e-3, atol=1e-5), key
+        for key, value in twin.state_dict().items():
+            assert torch.allclose(state[key], value, rtol=1e-4, atol=1e-5), key
+
+
+def test_experts_are_refused_by_name() -> None:
+    models = [built("mixtral", {"num_local_experts": 4}) for _ in range(2)]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
+    with pytest.raises(ModelError, match=r"has the style 'packed_colwise' for .*experts.gate_up_proj"):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
+
+
+def test_key_heads_that_ranks_cannot_share_are_refused_by_name() -> None:
+    models = [built("llama", THREE_GROUPS) for _ in range(4)]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 4}}
+    with pytest.raises(
+        ModelError, match=r"layers.0.self_attn.q_proj has 6 heads with 3 of keys and values for 4 ranks"
+    ):
+        run_ranks(4, lambda world: sw.shard(models[world.rank], plan, world=world))

@@ -1,0 +1,64 @@
+"""A model with dropout, cut over two ranks; each tells what it dropped. Started by `test_tensor_dropout.py`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+
+Tensor = torch.Tensor
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.inner, self.outer = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.down(self.inner(self.up(x).abs() + 1)) + 5)
+
+
+class Model(nn.Module):
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return x
+
+
+def main(folder: Path, kind: str) -> None:
+    with sw.World.join() as world:
+        torch.manual_seed(world.rank)  # on purpose not the same
+        model = Model(recomputes=kind == "recomputed")
+        tensor = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}, "sequence": kind == "sequence"}
+        plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": tensor}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        dropped: dict[str, list[list[bool]]] = {}
+        with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+            for name, module in model.named_modules():
+                if isinstance(module, nn.Dropout):
+                    masks = dropped.setdefault(name, [])
+                    module.register_forward_hook(
+                        lambda _, __, out, masks=masks: masks.append((out == 0).flatten().tolist())
+                    )
+            norms = []
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 8, 16, requires_grad=True)).square().mean())
+                norms.append(float(engine.step() or 0.0))
+        told = {"dropped": dropped, "norms": norms, "next": torch.rand(3).tolist()}
+        (folder / f"{world.rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,522 @@
+"""Models that are cut along the mesh axis `tp`, against the unsplit twin: losses, norms, gradients, parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from split_models import TENSOR, Transformer, tokens
+from torch import nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError
+from shardwise.placement import PRESETS
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+Build = Callable[[], nn.Module]
+ONE_AXIS = sorted(name for name, preset in PRESETS.items() if len(preset.axes) == 1)
+NUM_STEPS, ACCUMULATE, MAX_NORM = 3, 2, 0.5
+
+
+def seeded(build: Build) -> nn.Module:
+    torch.manual_seed(3)
+    return build()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """With an epsilon that leaves gradients which are nothing but rounding (of keys' biases) without effect."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+
+
+def batches(step: int, num_data_ranks: int, place: int) -> list[Tensor]:
+    every = [tokens(10 * step + micro) for micro in range(ACCUMULATE)]
+    return [batch.chunk(num_data_ranks)[place] for batch in every]
+
+
+def plain(model: nn.Module, num_data_ranks: int = 1) -> dict[str, Any]:
+    optimizer = optimizer_of(model)
+    losses, norms, grads = [], [], {}
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for place in range(num_data_ranks):
+            for batch in batches(step, num_data_ranks, place):
+                loss = model(batch) / ACCUMULATE / num_data_ranks
+                loss.backward()
+                total += loss.item()
+        grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        losses.append(total)
+    return {"losses": losses, "norms": norms, "grads": grads, "params": model.state_dict()}
+
+
+def sharded(
+    build: Build,
+    preset: str,
+    tensor: dict[str, Any],
+    *,
+    dp: int = 2,
+    tp: int = 2,
+    shares_memory: bool = True,
+    **plan: Any,
+) -> list[dict[str, Any]]:
+    models = [seeded(build) for _ in range(dp * tp)]
+    asked = {
+        "preset": preset,
+        "mesh": {"dp": dp, "tp": tp},
+        "tensor": tensor,
+        "accumulate": ACCUMULATE,
+        "clip_grad_norm": MAX_NORM,
+        **plan,
+    }
+
+    def rank(world: sw.World) -> dict[str, Any]:
+        model = models[world.rank]
+        with sw.shard(model, asked, optimizer=optimizer_of(model), world=world) as engine:
+            losses, norms, grads = [], [], {}
+            for step in range(NUM_STEPS):
+                total = 0.0
+                for batch in batches(step, dp, world.rank // tp):
+                    loss = engine(batch)
+                    engine.backward(loss)
+                    total += loss.item() / ACCUMULATE
+                if step == NUM_STEPS - 1:
+                    every = {name: engine.get(name, "grad") for name, _ in model.named_parameters()}
+                    grads = {name: grad for name, grad in every.items() if grad is not None}
+                norms.append(float(engine.step() or 0.0))
+                losses.append(engine.mean(total))
+            return {"losses": losses, "norms": norms, "grads": grads, "params": engine.state_dict()}
+
+    return run_ranks(dp * tp, rank, shares_memory=shares_memory)
+
+
+def assert_equal(runs: list[dict[str, Any]], twin: dict[str, Any]) -> None:
+    for run in runs:
+        assert run["losses"] == pytest.approx(twin["losses"], rel=1e-5)
+        assert run["norms"] == pytest.approx(twin["norms"], rel=1e-4)
+        assert run["norms"] == runs[0]["norms"]
+        for kind in ("grads", "params"):
+            assert run[kind].keys() == twin[kind].keys()
+            for name, value in twin[kind].items():
+                assert run[kind][name].shape == value.shape
+                assert torch.allclose(run[kind][name], value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize(("preset", "tied"), [*((name, True) for name in ONE_AXIS), ("ddp", False), ("zero3", False)])
+def test_every_preset_trains_as_the_unsplit_model(preset: str, tied: bool) -> None:
+    def build() -> nn.Module:
+        return Transformer(tied=tied)
+
+    assert_equal(sharded(build, preset, TENSOR), plain(seeded(build), 2))
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_without_common_memory_and_without_data_axes(preset: str) -> None:
+    assert_equal(sharded(Transformer, preset, TENSOR, dp=1, shares_memory=False), plain(seeded(Transformer)))
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
+def test_sequences_are_cut_between_blocks(preset: str) -> None:
+    asked = {**TENSOR, "sequence": True}
+    assert_equal(sharded(Transformer, preset, asked), plain(seeded(Transformer), 2))
+
+
+def test_sequences_that_cannot_be_dealt_are_refused() -> None:
+    models = [seeded(Transformer) for _ in range(2)]
+    plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            engine(tokens(0)[:, :11])
+
+    with pytest.raises(ModelError, match="2 ranks, which do not divide its length 11"):
+        run_ranks(2, rank)
+    other = {**plan, "tensor": {"plan": {"q": "column", "k": "column", "o": "row"}, "sequence": True}}
+    uneven = [seeded(Uneven) for _ in range(2)]
+    with pytest.raises(ModelError, match=r"tensor.sequence needs one list of blocks"):
+        run_ranks(2, lambda world: sw.shard(uneven[world.rank], other, world=world))
+
+
+def test_frozen_parts() -> None:
+    def build() -> nn.Module:
+        model = Transformer(tied=False)
+        for part in (model.embed, model.blocks[0].attn, model.blocks[1].up, model.norm):
+            part.requires_grad_(False)
+        return model
+
+    for preset in ("zero1", "zero3"):
+        assert_equal(sharded(build, preset, TENSOR), plain(seeded(build), 2))
+
+
+def test_uneven_shares() -> None:
+    """Five heads, 75 features and 40 words for two or three ranks."""
+
+    def build() -> nn.Module:
+        return Uneven()
+
+    for tp in (2, 3):
+        assert_equal(sharded(build, "zero2", UNEVEN, dp=1, tp=tp), plain(seeded(build)))
+
+
+class Uneven(nn.Module):
+    """Attention by heads that are viewed, not counted, as in models of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 20, padding_idx=3)
+        self.q, self.k, self.v, self.o = (nn.Linear(20, 20) for _ in range(4))
+        self.head_norm = nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(20, 75, bias=False), nn.Linear(75, 20)
+        self.features = nn.Embedding(12, 20)
+        self.head = nn.Linear(20, 40)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch) + self.features(torch.arange(batch.shape[1]))
+        q, k, v = (one(x).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(self.head_norm(q), k, v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        x = x + self.down(functional.silu(self.up(x)))
+        return functional.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+UNEVEN: dict[str, Any] = {
+    "plan": {
+        **{name: {"style": "column", "heads": 5} for name in "qkv"},
+        "o": {"style": "row", "heads": 5},
+        "head_norm": "summed",
+        "up": "column_gathered",
+        "down": "row_scattered",
+        "embed": "vocabulary",
+        "features": "embedding_column",
+        "head": "vocabulary",
+    }
+}
+
+
+class CutLogits(Transformer):
+    """The loss is worked out from logits in parts; some targets do not count."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.embed(batch) + self.positions.weight[: batch.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        targets = batch[:, 1:].masked_fill(batch[:, 1:] % 7 == 0, -100)
+        return sw.tensor.cross_entropy(self.head(self.norm(x))[:, :-1].flatten(0, 1), targets.flatten(), self.head)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_logits_in_parts(tp: int) -> None:
+    """On the twin the head is whole, and the same function is torch's own."""
+    asked = {**TENSOR, "plan": {**TENSOR["plan"], "head": "vocabulary_cut"}}
+    assert_equal(sharded(CutLogits, "zero1", asked, dp=1, tp=tp), plain(seeded(CutLogits)))
+
+
+def test_logits_in_parts_are_refused_where_they_are_whole() -> None:
+    models = [seeded(CutLogits) for _ in range(2)]
+    plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": TENSOR}
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            engine(tokens(0))
+
+    with pytest.raises(ModelError, match="cross_entropy\\(\\) got a head whose logits are gathered"):
+        run_ranks(2, rank)
+    asked = {**plan, "tensor": {**TENSOR, "cut_logits": True}}
+    others = [seeded(CutLogits) for _ in range(2)]
+    with pytest.raises(ModelError, match="cut_logits is for causal language models of transformers, and CutLogits is"):
+        run_ranks(2, lambda world: sw.shard(others[world.rank], asked, world=world))
+
+
+def verified(build: Build, tensor: dict[str, Any], **plan: Any) -> list[float]:
+    models = [seeded(build) for _ in range(4)]
+    asked = {"preset": "zero3", "mesh": {"dp": 2, "tp": 2}, "tensor": {**tensor, "verify": True}, **plan}
+
+    def rank(world: sw.World) -> float:
+        model = models[world.rank]
+        with sw.shard(model, asked, optimizer=optimizer_of(model), world=world) as engine:
+            for step in range(2):
+                loss = engine(tokens(step).chunk(2)[world.rank // 2])
+                engine.backward(loss)
+                engine.step()
+            return loss.item()
+
+    return run_ranks(4, rank)
+
+
+@pytest.mark.parametrize("plan", [{}, {"precision": "bf16"}])
+def test_verify_is_content_with_what_is_right_and_changes_nothing(plan: dict[str, Any]) -> None:
+    assert len(set(verified(Transformer, TENSOR, **plan))) == 2
+    verified(Transformer, {**TENSOR, "sequence": True}, **plan)
+
+
+class ByWidth(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.shape[-1]
+
+
+class MixingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.by_width, self.down = nn.Linear(8, 16), ByWidth(), nn.Linear(16, 8)
+        self.norm, self.embed = nn.LayerNorm(8), nn.Embedding(40, 8)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.norm(self.down(self.by_width(self.up(self.embed(batch))))).square().mean() * 3
+
+
+def test_verify_names_the_first_module_that_differs() -> None:
+    with pytest.raises(ModelError, match=r"The first module that differs is down \(Linear\), by"):
+        verified(MixingBlock, {"plan": {"up": "column", "down": "row"}})
+
+
+@pytest.mark.parametrize(("preset", "precision"), [("zero3", "bf16"), ("zero1", "fp16")])
+def test_narrow_precisions(preset: str, precision: str) -> None:
+    """As near as half precision is; all ranks take the same decisions."""
+    scale = {"loss_scale": {"initial": 2.0**40, "hysteresis": 1}} if precision == "fp16" else {}
+    runs = sharded(Transformer, preset, TENSOR, precision=precision, **scale)
+    twin = plain(seeded(Transformer), 2)
+    for run in runs:
+        assert run["norms"] == runs[0]["norms"]
+        if precision == "fp16":  # so large a scale overflows, and no rank takes a step
+            assert not any(map(math.isfinite, run["norms"]))
+            assert all(
+                torch.equal(run["params"][name], value) for name, value in seeded(Transformer).state_dict().items()
+            )
+        else:
+            assert run["losses"] == pytest.approx(twin["losses"], rel=2e-2)
+            assert run["norms"] == pytest.approx(twin["norms"], rel=5e-2)
+
+
+def test_a_rehearsal_and_an_evaluation() -> None:
+    models = [seeded(Transformer) for _ in range(4)]
+    expected = seeded(Transformer)(tokens(0)).item()
+    plan = {"preset": "zero3", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
+
+    def rank(world: sw.World) -> tuple[int, float, float]:
+        model = models[world.rank]
+        with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
+            held = engine.rehearse(tokens(0)).by_kind["activations"]
+            with engine.inference():
+                inside = float(model(tokens(0)))
+            with torch.no_grad():
+                return held, inside, float(model(tokens(0)))
+
+    for held, inside, outside in run_ranks(4, rank):
+        assert held > 0
+        assert (inside, outside) == pytest.approx((expected, expected), rel=1e-5)
+
+
+def test_recomputed_blocks() -> None:
+    class Recomputing(Transformer):
+        def forward(self, batch: Tensor) -> Tensor:
+            x = self.embed(batch) + self.positions.weight[: batch.shape[1]]
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            logits = self.head(self.norm(x))
+            return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    assert_equal(sharded(Recomputing, "zero3", TENSOR), plain(seeded(Recomputing), 2))
+
+
+def test_lamb_and_the_norms_of_whole_parameters() -> None:
+    def lamb(model: nn.Module) -> torch.optim.Optimizer:
+        return sw.optim.Lamb(model.parameters(), lr=1e-2, eps=1e-3)
+
+    twin = seeded(Transformer)
+    optimizer = lamb(twin)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        twin(tokens(step)).backward()
+        optimizer.step()
+    models = [seeded(Transformer) for _ in range(4)]
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        model = models[world.rank]
+        plan = {"preset": "zero1", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
+        with sw.shard(model, plan, optimizer=lamb(model), world=world) as engine:
+            for step in range(NUM_STEPS):
+                engine.backward(engine(tokens(step).chunk(2)[world.rank // 2]))
+                engine.step()
+            return engine.state_dict()
+
+    for state in run_ranks(4, rank):
+        for name, value in twin.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_first_values_are_those_of_the_unsplit_model_however_it_is_born(tmp_path: Path) -> None:
+    expected = seeded(Transformer).state_dict()
+    plan = {"preset": "zero3", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
+    models = [seeded(Transformer) for _ in range(4)]
+    for model in models[1:]:
+        nn.init.normal_(model.blocks[0].up.weight)  # rank 0's count
+    deferred = []
+    for _ in range(4):
+        torch.manual_seed(3)
+        with sw.deferred_init():
+            deferred.append(Transformer())
+    with torch.device("meta"):
+        metas = [Transformer() for _ in range(4)]
+    file = tmp_path / "model.safetensors"
+    save_file({name: value.clone() for name, value in expected.items() if name != "head.weight"}, file)
+    for born, weights in ((models, None), (deferred, None), (metas, file)):
+
+        def rank(world: sw.World, born: list[Any] = born, weights: Path | None = weights) -> dict[str, Tensor]:
+            with sw.shard(born[world.rank], plan, world=world, weights=weights) as engine:
+                assert born[world.rank].blocks[0].up.weight.shape == (36, 24)
+                return engine.state_dict()
+
+        for state in run_ranks(4, rank):
+            for name, value in expected.items():
+                assert torch.equal(state[name], value), name
+
+
+def test_whole_tensors_are_read_and_written() -> None:
+    plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
+    models = [seeded(Transformer) for _ in range(4)]
+    value = torch.arange(72.0 * 24).view(72, 24)
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
+            engine.set("blocks.0.attn.qkv.weight", value)
+            assert torch.equal(engine.get("blocks.0.attn.qkv.weight"), value)
+            place = world.rank % 2
+            own = [value[start + 12 * place : start + 12 * (place + 1)] for start in (0, 24, 48)]
+            assert torch.equal(model.blocks[0].attn.qkv.weight.detach().clone(), torch.cat(own))
+            engine.backward(engine(tokens(0)))
+            engine.step()
+            moment = torch.randn(24, 72, generator=torch.Generator().manual_seed(5))
+            engine.set("blocks.1.down.weight", moment, "exp_avg")
+            state, whole = engine.optimizer_state_dict(), engine.state_dict()
+            numbers = [name for name, _ in model.named_parameters()]
+            assert torch.equal(state["state"][numbers.index("blocks.1.down.weight")]["exp_avg"], moment)
+            engine.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in whole.items()})
+            assert all(not tensor.any() for tensor in engine.state_dict().values())
+            engine.load_state_dict(whole)
+            engine.load_optimizer_state_dict(state)
+            for name, tensor in engine.state_dict().items():
+                assert torch.equal(tensor, whole[name])
+            again = engine.optimizer_state_dict()["state"]
+            for number, entry in state["state"].items():
+                for key, tensor in entry.items():
+                    assert torch.equal(again[number][key], tensor), (number, key)
+            gathered = engine.gathered("blocks.0.up.weight")
+            with pytest.raises(ModelError, match=r"of blocks.0.up.weight this rank has the part"), gathered:
+                pass
+
+    run_ranks(4, rank)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no plan": ({}, ModelError, "Transformer brings no tensor-parallel plan"),
+    "no such module": (
+        {"plan": {"blocks.*.mlp": "column"}},
+        ConfigError,
+        r"has the pattern 'blocks.\*.mlp', which fits no module",
+    ),
+    "heads": (
+        {"plan": {"blocks.*.attn.qkv": {"style": "column", "parts": 3, "heads": 5}}},
+        ModelError,
+        r"blocks.0.attn.qkv has 24 features, which do not make 5 heads",
+    ),
+    "parts": (
+        {"plan": {"blocks.*.attn.qkv": {"style": "column", "parts": 5}}},
+        ModelError,
+        "blocks.0.attn.qkv has 72 features, which are not 5 matrices",
+    ),
+    "an attribute": (
+        {**TENSOR, "divide": {"blocks.*.attn": ["num_head"]}},
+        ConfigError,
+        "tensor.divide names num_head of blocks.0.attn, which is None",
+    ),
+    "a module that is not linear": (
+        {"plan": {"blocks.*.attn": "row"}},
+        ModelError,
+        "blocks.0.attn is a Attention, and the style row is for nn.Linear",
+    ),
+    "two ways to cut one weight": (
+        {"plan": {"embed": "embedding_column", "head": "vocabulary"}},
+        ModelError,
+        r"embed.weight is used by embed and by head, which cut it differently: \[:, \d+:\d+\] and \[\d+:\d+, :\]",
+    ),
+    "nothing": ({"plan": {"norm": "summed"}}, ModelError, "cuts no module"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_anything_changes(case: str) -> None:
+    tensor, kind, said = REFUSED[case]
+    models = [seeded(Transformer) for _ in range(2)]
+    before = {name: value.clone() for name, value in models[0].state_dict().items()}
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": tensor}
+    with pytest.raises(kind, match=said):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
+    for name, value in models[0].state_dict().items():
+        assert torch.equal(value, before[name])
+    assert models[0].blocks[0].attn.num_heads == 4
+
+
+def test_an_odd_number_of_ranks_for_a_count_is_refused() -> None:
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 3}, "tensor": {**TENSOR, "plan": {"blocks.*.up": "column"}}}
+    models = [seeded(Transformer) for _ in range(3)]
+    with pytest.raises(ModelError, match=r"blocks.0.attn.num_heads is 4, which 3 ranks along tp do not divide"):
+        run_ranks(3, lambda world: sw.shard(models[world.rank], plan, world=world))
+
+
+def test_optimizers_of_whole_matrices_are_refused_for_what_is_cut() -> None:
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": TENSOR}
+    models = [seeded(Transformer) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        hidden = [block.up.weight for block in models[world.rank].blocks]
+        sw.shard(models[world.rank], plan, optimizer=sw.optim.Muon(hidden), world=world)
+
+    with pytest.raises(ModelError, match=r"blocks.0.up.weight is cut along tp: this rank has \[\d+:\d+, :\] of it"):
+        run_ranks(2, rank)
+
+
+def test_ranks_that_share_a_sample_are_told_if_they_got_others() -> None:
+    models = [seeded(Transformer) for _ in range(4)]
+    plan = {"preset": "ddp", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR}
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            assert engine.data_ranks == (world.rank // 2, 2)
+            engine(tokens(world.rank))
+
+    with pytest.raises(
+        ModelError, match=r"Ranks \d and \d share each sample along tp, but were given different batches"
+    ):
+        run_ranks(4, rank)
+
+
+def test_another_preset_on_the_way() -> None:
+    twin = plain(seeded(Transformer), 2)
+    models = [seeded(Transformer) for _ in range(4)]
+    common = {"mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR, "accumulate": ACCUMULATE, "clip_grad_norm": MAX_NORM}
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        model = models[world.rank]
+        with sw.shard(model, {"preset": "zero3", **common}, optimizer=optimizer_of(model), world=world) as engine:
+            for step, preset in enumerate(("ddp", "zero2", "zero3")):
+                for batch in batches(step, 2, world.rank // 2):
+                    engine.backward(engine(batch))
+                engine.step()
+                engine.reshard({"preset": preset, **common})
+            with pytest.raises(ConfigError, match="reshard\\(\\) keeps how a model is split along tp"):
+                engine.reshard({"preset": "zero1", "mesh": {"dp": 4}})
+            return engine.state_dict()
+
+    for state in run_ranks(4, rank):
+        for name, value in twin["params"].items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
