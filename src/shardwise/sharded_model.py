@@ -6,8 +6,8 @@ a loop that knows nothing of engines. Another plan makes another `ShardedModel` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -20,10 +20,12 @@ from shardwise.comm import DataGroup, World
 from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
+from shardwise.mesh import SEQUENCE_AXIS
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers, hyper_digest
 from shardwise.pipeline import Pipeline, SharedGradients
 from shardwise.precision import LossScaler, NoNews, Norm, Verdict, cast_floating
 from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner, Settings
+from shardwise.sequence import SequenceParallel
 from shardwise.sharding import Sharding
 from shardwise.storage import Flat, on_host, torch_dtype
 from shardwise.telemetry import Ledger, Timeline
@@ -90,6 +92,7 @@ class ShardedModel:
         self._num_micro_batches = 0
         self._hooks = ExitStack()
         self._parts: Parts | None = self._tied(sharding, optimizers)
+        self.sequence = self._split_sequences(sharding.device)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise StateError(NO_COPY)
@@ -132,7 +135,9 @@ class ShardedModel:
         closings = partial(exchange, subject="closings")
         runner = Runner(self.model, sharding.units, executor, closings, sharding.shared_buffers, settings)
         agreement = executor.agreement
-        exchanges = partial(world.exchange, subject="norms"), partial(self.peers.exchange, subject="norms")
+        groups_asked = (world.exchange, self.peers.exchange, exchange)
+        among_all, among_peers, among_data = (partial(asked, subject="norms") for asked in groups_asked)
+        exchanges = (among_all, among_peers, among_data)
         gradients = Gradients(flats, agreement, runner, verdict, exchanges, lambda: self.progress.scaler)
         access = Access(self.model, runner, flats, agreement, optimizer)
         owner = Owner(sharding.units, runner, agreement, access, gradients, self.before_change)
@@ -159,6 +164,14 @@ class ShardedModel:
         shared = SharedGradients(sharding.staged, flats, self.world, self.mesh)
         self.shares_params = bool(shared)
         return shared.add_up if shared else None
+
+    def _split_sequences(self, device: torch.device) -> SequenceParallel | None:
+        """What leads the model's attention over the ranks that share in a sequence, if the mesh has such."""
+        if SEQUENCE_AXIS not in self.mesh.axes or self.mesh.size(SEQUENCE_AXIS) == 1:
+            return None
+        sequence = SequenceParallel(self.model, self.plan, self.mesh, self.world, device)
+        self._hooks.callback(sequence.close)
+        return sequence
 
     def _adopt(
         self, optimizers: Sequence[torch.optim.Optimizer], flats: Sequence[Flat], peers: RankPeers
@@ -296,6 +309,15 @@ class ShardedModel:
         """`state_dict()` of one optimizer, as the plain one would return it."""
         self.refuse_stages("optimizer.state_dict()", "Checkpoints have the states: engine.save(folder).")
         return self.access.optimizer_state_dict(member)
+
+    @contextmanager
+    def inference(self, keep_bytes: int | None) -> Iterator[None]:
+        """See `Engine.inference`. Sequences are whole inside."""
+        with ExitStack() as stack:
+            if self.sequence is not None:
+                stack.enter_context(self.sequence.suspended())
+            stack.enter_context(self.runner.inference(self.world, keep_bytes))
+            yield
 
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------
 

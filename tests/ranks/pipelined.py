@@ -92,8 +92,5 @@ def unsplit(
 
 def rows_of(engine: sw.Engine, tensor: Tensor) -> Tensor:
     """This rank's share of a batch: ranks of one pipeline have the same."""
-    mesh = engine.mesh
-    here, place = mesh.coordinate(engine.world.rank), 0
-    for axis in mesh.data_axes:
-        place = place * mesh.size(axis) + here[axis]
-    return tensor.chunk(mesh.num_data_ranks)[place]
+    place, num_shares = engine.mesh.data_place(engine.world.rank)
+    return tensor.chunk(num_shares)[place]

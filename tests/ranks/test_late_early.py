@@ -410,7 +410,7 @@ def test_messages_between_stages_wait_for_what_they_bring(when: When, schedule: 
         mine = models[world.rank]
         full = {**plan, "pipeline": {"schedule": schedule}}
         with sw.shard(mine, full, optimizer=adamw(mine), world=world) as engine:
-            place = engine.mesh.data_place(world.rank)
+            place, _ = engine.mesh.data_place(world.rank)
             losses = [world.mean(engine.train_step((x.chunk(2)[place], y.chunk(2)[place])).item()) for x, y in data]
             return losses, engine.state_dict()
 

@@ -122,6 +122,12 @@ def plan(num_ranks: int = 2, **more: Any) -> dict[str, Any]:
             ConfigError,
             "2 pipeline stages need as many modules, but Sequential has 1 in a row: 0",
         ),
+        (
+            Decoder,
+            {"mesh": {"pp": 2, "sp": 1, "tp": 1}, "accumulate": 1},
+            ConfigError,
+            "at least as many micro-batches",
+        ),
         (OwnParameter, {}, ModelError, "scale is a parameter of OwnParameter itself"),
         (SameBlock, {}, ModelError, r"blocks.0 and blocks.2 are one module"),
         (Plain, {}, ModelError, "Plain has no sequence of blocks"),
@@ -306,3 +312,16 @@ def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
     for state in run_ranks(2, rank):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("axis", "more"), [("sp", {}), ("tp", {"tensor": {"plan": {"blocks.*.up": "column_gathered"}}})]
+)
+def test_other_splits_beside_stages_are_refused(axis: str, more: dict[str, Any]) -> None:
+    def rank(world: sw.World) -> None:
+        with pytest.raises(
+            ConfigError, match=f"along pp and {axis}, but in this version stages go with data axes alone"
+        ):
+            sw.shard(Decoder(), {"mesh": {"pp": 2, axis: 2}, "accumulate": 2, **more}, world=world)
+
+    run_ranks(4, rank)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.config import Plan, plan_table
-from shardwise.mesh import Mesh
+from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.placement import KINDS, Span, Table, pack, padded_numel, ruled_tables, table_for
 from shardwise.program import (
     Activations,
@@ -91,6 +91,25 @@ class Explanation:
         """What one rank sends in one optimizer step, all its micro-batches included."""
         return self.step.sent_bytes(self.plan.accumulate)
 
+    @property
+    def sent_by_axis(self) -> dict[str, int]:
+        """The same by mesh axis."""
+        return self.step.sent_by_axis(self.plan.accumulate)
+
+    @property
+    def attention(self) -> str | None:
+        """What ranks that share in sequences send beside the program; `None` where none do."""
+        mesh = self.mesh
+        if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
+            return None
+        size = mesh.size(SEQUENCE_AXIS)
+        ulysses = f"{size - 1}/{size} of a rank's queries, keys, values and outputs, each way"
+        ring = f"a rank's keys and values {size - 1} times each way, and their gradients in fp32 {size} times"
+        said = {"ulysses": f"ulysses sends {ulysses}", "ring": f"ring sends {ring}"}
+        kinds = list(said) if self.plan.sequence.attention == "auto" else [self.plan.sequence.attention]
+        lines = ", or ".join(said[kind] for kind in kinds)
+        return f"Attention is not in these figures: along {SEQUENCE_AXIS}, for each layer, {lines}."
+
 
 def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject) -> Explanation:
     """Plan one step of the subject's units, and the same step with a copy on every rank.
@@ -134,6 +153,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "peak_at": _said_peak(explained.held),
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,
+        "sent_bytes_by_axis": explained.sent_by_axis,
         "program": explained.program,
         **({} if schedule is None else {"schedule": str(schedule), "bubble": timed(schedule).bubble}),
         **({"stages": subject.stages.splitlines()} if subject.stages else {}),

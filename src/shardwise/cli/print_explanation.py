@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind
 from shardwise.config import Plan, plan_table
-from shardwise.mesh import MODEL_AXES
+from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS
 from shardwise.placement import KINDS, PRESETS, Place, Table
 from shardwise.program import OPTIMIZERS, shortened
 from shardwise.program.schedule import Schedule, most_in_flight, picture, timed
@@ -51,7 +51,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
             console.print(Text(f"  {line}"), soft_wrap=True)
     _section(console, "units", *_units_lines(explained))
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
-    _section(console, "sent per rank and step", Text(_sent(explained)))
+    attention = [Text(explained.attention, "dim")] if explained.attention else []
+    _section(console, "sent per rank and step", Text(_sent(explained)), *attention)
     text = explained.program if full else shortened(explained.program)
     _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
     for line in text.splitlines():
@@ -135,6 +136,8 @@ def _says_nothing(path: str, value: object, plan: Plan) -> bool:
         return plan.precision != "fp16"
     if path.startswith("pipeline.") and "pp" not in (plan.mesh or {}):
         return True
+    if path.startswith("sequence."):
+        return SEQUENCE_AXIS not in (plan.mesh or {})
     if path.startswith("tensor."):
         return "tp" not in (plan.mesh or {}) or value is None or value == {}
     return path in ("rules", "resident_below") or (value is None and path != "mesh")
@@ -222,4 +225,7 @@ def _bytes_note(explained: Explanation) -> Text:
 def _sent(explained: Explanation) -> str:
     num = explained.plan.accumulate
     text = format_bytes(explained.sent_bytes)
+    by_axis = explained.sent_by_axis
+    if len(by_axis) > 1:
+        text += f", {', '.join(f'{format_bytes(sent)} along {axis}' for axis, sent in by_axis.items())}"
     return text if num == 1 else f"{text} in {num} micro-batches"

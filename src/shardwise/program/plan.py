@@ -34,6 +34,14 @@ class StepProgram:
         per_step = sum(self._sent(action, coordinate) for block in self.step for action in block.actions)
         return num_micro_batches * per_batch + per_step
 
+    def sent_by_axis(self, num_micro_batches: int = 1) -> dict[str, int]:
+        """The same, the most of any rank, by the mesh axis along which it goes."""
+        sent: dict[str, int] = {}
+        for program, times in ((self.micro_batch, num_micro_batches), (self.step, 1)):
+            for action in (action for block in program for action in block.actions if action.sent_bytes):
+                sent[action.over] = sent.get(action.over, 0) + times * action.sent_bytes
+        return sent
+
     def footprint(
         self,
         *,

@@ -4,7 +4,7 @@ from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffers import BufferSync
 from shardwise.runtime.compiled import check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
-from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, tensors_in
+from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward, tensors_in
 from shardwise.runtime.mover import Mover
 from shardwise.runtime.runner import Runner, Settings
 
@@ -20,5 +20,6 @@ __all__ = [
     "Settings",
     "changed_inside",
     "check_backend",
+    "in_backward",
     "tensors_in",
 ]
