@@ -10,9 +10,9 @@ exception that `EndOfForward` is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -150,14 +150,18 @@ class StagedModel:
         is_in_stage = any(name.startswith(f"{piece}.") for piece in self._names)
         return is_in_stage or self.place == 0
 
-    def boxes(self) -> dict[nn.Parameter, Box]:
-        """On how many ranks of the pipeline each of this rank's parameters lies, if any lies on several."""
-        if not any(len(places) > 1 for places in self.holders.values()):
+    def boxes(self, within: Mapping[nn.Parameter, Box]) -> dict[nn.Parameter, Box]:
+        """This rank's parts of its parameters, where it has parts or other ranks of the pipeline have copies.
+
+        `within` are the parts that ranks of one stage have.
+        """
+        if not within and not any(len(places) > 1 for places in self.holders.values()):
             return {}
         boxes = {}
         for name, param in self.model.named_parameters():
-            places = self.holders[name]
-            boxes[param] = Box.whole(tuple(param.shape), len(places), places.index(self.place))
+            places, box = self.holders[name], within.get(param) or Box.whole(tuple(param.shape))
+            place = places.index(self.place) * box.copies + box.place
+            boxes[param] = replace(box, copies=box.copies * len(places), place=place)
         return boxes
 
     def take_from(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
