@@ -18,7 +18,7 @@ from shardwise.checkpoint import Saver
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
 from shardwise.engine_state import EngineState, PlanLike
-from shardwise.errors import ModelError, StateError
+from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.init import Init, Wishes
 from shardwise.mesh import Mesh
 from shardwise.placement import Table
@@ -130,18 +130,17 @@ class Engine(EngineState):
         return self._sharded.mesh
 
     @property
+    def data_ranks(self) -> tuple[int, int]:
+        """Which share of every batch this rank reads, and of how many: `sw.data.Loader(..., world=engine.data_ranks)`.
+
+        Ranks along a model axis of the mesh share in one batch, and read the same.
+        """
+        return self.mesh.data_place(self.world.rank)
+
+    @property
     def table(self) -> Table:
         """Where the four kinds of tensor live; rules of the plan may except some parameters."""
         return self._sharded.table
-
-    @property
-    def data_ranks(self) -> tuple[int, int]:
-        """Which batch this rank is to be given, of how many: ranks that share a sample have the same number.
-
-        `sw.data.Loader(..., world=engine.data_ranks)`. Without a model axis in the mesh it is rank and world size.
-        """
-        group = self._sharded.data_group
-        return group.place, group.size
 
     @property
     def num_steps(self) -> int:
@@ -211,6 +210,44 @@ class Engine(EngineState):
         """Forget all gradients. A step forgets them too; this is for those that are not to be used."""
         self._sharded.zero_grad()
 
+    # -- sequences over several ranks -------------------------------------------------------------------
+
+    def split_sequence(self, batch: Any, *, documents: torch.Tensor | None = None) -> Any:
+        """The tokens of `batch` that this rank computes. All ranks along the mesh's `sp` call, with the same batch.
+
+        `batch` is a dict with `input_ids` or `inputs_embeds`, a tensor, or a list or tuple of tensors; whatever has as
+        many entries in dimension 1 as there are tokens is cut there. `documents`, int `[batch, tokens]`: tokens see
+        only those of the same number. Without it a dict's `position_ids` that begin anew begin a document.
+
+        In a dict `attention_mask`, `[batch, tokens]`, says what is no padding, and is taken out. For models of
+        transformers `position_ids` are added, and `labels` shifted as a causal language model does (`shift_labels`,
+        with `num_items_in_batch` so that the mean of the ranks' losses is that of the whole sample). Where tokens do
+        not divide, a dict is padded behind.
+
+        A model of transformers that is called with a whole batch splits it by itself, in this way.
+
+        Without an axis `sp` in the mesh the batch comes back as it is. Raises `ConfigError` for a batch that is
+        not the same on all ranks that share in it, or that cannot be cut.
+        """
+        self._require_open()
+        if self._sharded.sequence is None:
+            if documents is not None:
+                raise ConfigError("documents= is for plans that split sequences; on one rank the model masks them.")
+            return batch
+        return self._sharded.sequence.split(batch, documents)
+
+    def mean_over_tokens(self, values: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
+        """Of one value per token of this rank, a scalar whose mean over ranks is the mean over all tokens that count.
+
+        `values` are such as losses with `reduction="none"`, `counted` is a bool tensor of the same shape (default: all
+        count). All ranks along the mesh's axis `sp` call. The mean of each rank's own tokens is the same only if as
+        many count on each of them.
+        """
+        self._require_open()
+        if self._sharded.sequence is not None:
+            return self._sharded.sequence.mean_over_tokens(values, counted)
+        return values.mean() if counted is None else values.masked_fill(~counted, 0.0).sum() / counted.sum()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backwards leave gradients on the rank that made them; the next one outside, or the step, sums all.
@@ -246,7 +283,7 @@ class Engine(EngineState):
         """
         self._require_open()
         num_bytes = parse_bytes(keep_bytes) if isinstance(keep_bytes, str) else keep_bytes
-        return self._sharded.runner.inference(self.world, num_bytes)
+        return self._sharded.inference(num_bytes)
 
     # -- what people read -------------------------------------------------------------------------------
 
@@ -260,9 +297,12 @@ class Engine(EngineState):
         Runs a twin of the model without memory and without arithmetic; nothing is changed, and no other rank is asked.
         `batch` is a tensor, a tuple of arguments, or a dict of keyword arguments, of which only shapes and dtypes
         count. `loss` makes of the model's output what is sent back, and must be given where a loop computes it itself;
-        else it is the output, or its `loss`. Raises `ModelError` for a model that asks for the values of tensors.
+        else it is the output, or its `loss`. Raises `ModelError` for a model that asks for the values of tensors, and
+        `ConfigError` for a plan that splits sequences.
         """
         self._require_open()
+        if self._sharded.sequence is not None:
+            raise ConfigError("Activations of sequences that are split over several ranks are not rehearsed yet.")
         return rehearsed(self._sharded, batch, loss)
 
     def timeline(self, path: str | Path) -> AbstractContextManager[None]:

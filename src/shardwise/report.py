@@ -81,12 +81,13 @@ def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: 
         specs,
         trace,
         prefetch_bytes=None if sharded.plan.prefetch_bytes == "auto" else sharded.plan.prefetch_bytes,
+    )
+    return planned.footprint(
         states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
         coordinate=sharded.mesh.coordinate(sharded.world.rank),
         num_micro_batches=sharded.plan.accumulate,
         activations=activations,
     )
-    return planned.footprint
 
 
 def _with_table(unit: UnitSpec, table: Table) -> UnitSpec:

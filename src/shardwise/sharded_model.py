@@ -6,8 +6,8 @@ a loop that knows nothing of engines. Another plan makes another `ShardedModel` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -20,9 +20,11 @@ from shardwise.comm import DataGroup, World
 from shardwise.config import Plan
 from shardwise.errors import StateError
 from shardwise.gradients import Gradients
+from shardwise.mesh import SEQUENCE_AXIS
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers, hyper_digest
 from shardwise.precision import LossScaler, NoNews, Norm, Verdict, cast_floating
 from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner, Settings
+from shardwise.sequence import SequenceParallel
 from shardwise.sharding import Sharding
 from shardwise.storage import Flat, on_host, torch_dtype
 from shardwise.telemetry import Ledger, Timeline
@@ -86,6 +88,7 @@ class ShardedModel:
         self._num_micro_batches = 0
         self._hooks = ExitStack()
         self._parts: Parts | None = self._tied(sharding, optimizers)
+        self.sequence = self._split_sequences(sharding.device)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise StateError(NO_COPY)
@@ -140,6 +143,14 @@ class ShardedModel:
         self._hooks.callback(runner.remove)
         ledger, timeline = collectives.ledger, executor.timeline
         return Parts(sharding, flats, optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline)
+
+    def _split_sequences(self, device: torch.device) -> SequenceParallel | None:
+        """What leads the model's attention over the ranks that share in a sequence, if the mesh has such."""
+        if SEQUENCE_AXIS not in self.mesh.axes or self.mesh.size(SEQUENCE_AXIS) == 1:
+            return None
+        sequence = SequenceParallel(self.model, self.plan, self.mesh, self.world, device)
+        self._hooks.callback(sequence.close)
+        return sequence
 
     def _adopt(
         self, optimizers: Sequence[torch.optim.Optimizer], flats: Sequence[Flat], peers: RankPeers
@@ -262,6 +273,15 @@ class ShardedModel:
     def _whole_state(self, member: torch.optim.Optimizer) -> dict[str, Any]:
         """`state_dict()` of one optimizer, as the plain one would return it."""
         return self.access.optimizer_state_dict(member)
+
+    @contextmanager
+    def inference(self, keep_bytes: int | None) -> Iterator[None]:
+        """See `Engine.inference`. Sequences are whole inside."""
+        with ExitStack() as stack:
+            if self.sequence is not None:
+                stack.enter_context(self.sequence.suspended())
+            stack.enter_context(self.runner.inference(self.world, keep_bytes))
+            yield
 
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------
 

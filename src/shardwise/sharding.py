@@ -12,11 +12,12 @@ from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.errors import ConfigError, ModelError
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
-from shardwise.mesh import Mesh
+from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, vet
 from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime import check_backend
+from shardwise.sequence import check_model as check_sequence
 from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
 from shardwise.tensor import AXIS, Generators, Line, Regions, SameBatch, Split, Verifier, draws, split_for
@@ -96,6 +97,8 @@ def design(model: nn.Module, plan: Plan, world: World, known: Boxes | None = Non
     mesh = mesh_for(plan, world.size, world.local_size)
     rows = tables_for(model, plan, mesh)
     tables = [row.table.on(mesh) for row in rows.values()]
+    if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
+        check_sequence(model, plan)
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
     split = split_of(model, plan, mesh, world.rank) if known is None else None
     boxes = boxes_for(model, mesh, world.rank, split) if known is None else known

@@ -150,6 +150,22 @@ def test_a_preset_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert "      gather          h.0  param  dp  bf16  1572864 B  @gather\n" in out
 
 
+def test_ranks_that_share_in_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = ("--set", "mesh={dp: 2, sp: 4}")
+    out = said(capsys, "zero3", "--world", "8", *mesh)
+    assert out.startswith("zero3 on dp=2 x sp=4, 8 ranks\n")
+    assert "  param  shard(dp+sp)  fp32   device  parameters, between steps\n" in out
+    assert "  38.5 MiB, 5.5 MiB along dp, 33.0 MiB along sp\n" in out
+    assert "ulysses sends 3/4 of a rank's queries" in " ".join(out.split())
+    assert "ring sends a rank's keys and values 3 times each way" in " ".join(out.split())
+    alone = " ".join(said(capsys, "zero3", "--world", "8", *mesh, "--set", "sequence.attention=ring").split())
+    assert "ring sends" in alone
+    assert "ulysses sends" not in alone
+    told = json.loads(said(capsys, "zero3", "--world", "8", *mesh, "--json"))
+    assert sum(told["sent_bytes_by_axis"].values()) == told["sent_bytes_per_step"]
+    assert set(told["sent_bytes_by_axis"]) == {"dp", "sp"}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("world", ["1", "8"])
 def test_every_preset_can_be_explained(name: str, world: str, capsys: pytest.CaptureFixture[str]) -> None:

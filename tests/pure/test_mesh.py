@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 
-AXES = st.dictionaries(st.sampled_from(["dp", "tp", "pp", "node", "local"]), st.integers(1, 5), min_size=1, max_size=4)
+NAMES = ["dp", "tp", "pp", "sp", "node", "local"]
+AXES = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 5), min_size=1, max_size=4)
 MESHES = AXES.map(lambda axes: Mesh(tuple(axes), tuple(axes.values())))
 
 
@@ -116,9 +117,13 @@ def test_an_axis_that_is_not_there_is_named_with_the_nearest() -> None:
 @given(MESHES)
 def test_data_axes_are_those_that_mean_no_other_parallelism(mesh: Mesh) -> None:
     assert set(mesh.data_axes) == set(mesh.axes) & {"dp", "node", "local"}
-    groups = {mesh.among(rank, mesh.data_axes) for rank in range(mesh.world_size)}
+    groups = [*{mesh.among(rank, mesh.data_axes) for rank in range(mesh.world_size)}]
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
-    assert {len(group) for group in groups} == {mesh.num_data_ranks}
+    assert {len(group) for group in groups} == {math.prod(mesh.size(axis) for axis in mesh.data_axes)}
+    assert set(mesh.replica_axes) == set(mesh.axes) & {"dp", "node", "local", "sp"}
+    assert {len(mesh.among(rank, mesh.replica_axes)) for rank in range(mesh.world_size)} == {mesh.num_replicas}
+    shares = {mesh.data_place(rank) for rank in range(mesh.world_size)}
+    assert shares == {(place, len(groups[0])) for place in range(len(groups[0]))}
     assert all(mesh.among(rank, mesh.axes) == tuple(range(mesh.world_size)) for rank in range(mesh.world_size))
     for axis in mesh.axes:
         assert all(mesh.among(rank, [axis]) == mesh.group(rank, axis) for rank in range(mesh.world_size))

@@ -386,7 +386,7 @@ def wrong(**rows: Place) -> str:
 
 def test_an_axis_that_is_not_there_has_a_nearest_one() -> None:
     message = wrong(param=Place(shard=("dpp",)), optim=SHARD)
-    assert message == "param is placed on axis 'dpp', but the data-parallel axes are dp. Did you mean 'dp'?"
+    assert message == "param is placed on axis 'dpp', but a plan places over dp. Did you mean 'dp'?"
 
 
 def test_a_sharded_parameter_needs_sharded_states() -> None:
@@ -467,7 +467,7 @@ def test_a_preset_of_two_axes_takes_the_ranks_of_a_host_for_its_inner_one() -> N
         mesh_for(Plan(preset="hpz"), 8, 0)
 
 
-@pytest.mark.parametrize("axis", ["pp", "sp", "ep", "cp"])
+@pytest.mark.parametrize("axis", ["pp", "ep"])
 def test_axes_of_another_parallelism_are_refused(axis: str) -> None:
     for size in (4, -1):
         with pytest.raises(ConfigError, match=rf"has the axis '{axis}', which means \w+ parallelism"):
@@ -475,12 +475,28 @@ def test_axes_of_another_parallelism_are_refused(axis: str) -> None:
     assert str(mesh_for(Plan(mesh={"dp": 8, axis: 1}), 8)) == f"dp=8 x {axis}=1"
 
 
-def test_a_table_is_over_the_data_axes_alone() -> None:
+def test_a_plan_shards_over_the_sequence_axis_too() -> None:
+    mesh = mesh_for(Plan(mesh={"dp": 2, "sp": -1}), 8)
+    assert (mesh.data_axes, mesh.replica_axes, mesh.num_replicas) == (("dp",), ("dp", "sp"), 8)
+    table = table_for(Plan(preset="zero1"), mesh)
+    assert table.axes == table.optim.shard == table.grad.partial == ("dp", "sp")
+    assert [mesh.data_place(rank) for rank in range(8)] == [(rank // 4, 2) for rank in range(8)]
+    three = Mesh(("node", "local", "sp"), (2, 2, 2))
+    table = table_for(Plan(preset="hsdp"), three)
+    assert (table.axes, table.param.shard) == (("node", "local", "sp"), ("local",))
+
+
+def test_context_parallelism_is_called_sp() -> None:
+    with pytest.raises(ConfigError, match=r"'cp' is called 'sp' here \(sequence parallelism\); write sp\."):
+        mesh_for(Plan(mesh={"dp": 2, "cp": 2}), 4)
+
+
+def test_a_table_is_over_the_replica_axes_alone() -> None:
     mesh = Mesh(("pp", "node", "local", "tp"), (2, 2, 2, 2))
     table = table_for(Plan(preset="zero3"), mesh)
     assert table.axes == table.param.shard == ("node", "local")
     assert table_for(Plan(preset="hsdp"), mesh).param.shard == ("local",)
-    with pytest.raises(PlacementError, match="axis 'tp', but the data-parallel axes are node, local"):
+    with pytest.raises(PlacementError, match="axis 'tp', but a plan places over node, local"):
         table_for(Plan(preset="zero1", rows=Rows(optim=PlaceEdit(shard=("node", "local", "tp")))), mesh)
 
 

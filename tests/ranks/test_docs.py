@@ -130,6 +130,29 @@ def a_plain_optimizer(world: sw.World | None) -> Names:
     return trained(Small(), world)
 
 
+class Positioned(Small):
+    """Takes its positions, and returns logits."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = self.wte(tokens) + self.wte(positions)
+        attended = torch.nn.functional.scaled_dot_product_attention(*[hidden.unflatten(-1, (2, 4)).transpose(1, 2)] * 3)
+        for block in self.h:
+            hidden = block(hidden + attended.transpose(1, 2).flatten(2))
+        return self.head(hidden)
+
+
+def sequences(world: sw.World | None) -> Names:
+    gpt, model = Positioned(), llama()
+    optimizers = {"optimizer": torch.optim.SGD([*gpt.parameters()], lr=0.1)}
+    data = [(torch.arange(16).reshape(2, 8) % 11, torch.arange(16).reshape(2, 8) % 11)] * 2
+    return {"model": model, "gpt": gpt, "data": data, "dataset": [torch.arange(8)] * 16, "world": world, **optimizers}
+
+
+def a_split_llama(world: sw.World | None) -> Names:
+    names = sequences(world)
+    return {**names, "optimizer": adamw(names["model"])}
+
+
 def a_script(_: sw.World | None) -> Names:
     return {"data": [BATCH], "train": lambda batch: None, "save_checkpoint": lambda: None}
 
@@ -144,6 +167,7 @@ class Setting:
 
 
 FEW = {"steps=10_000": "steps=4", "run/": "here/"}
+OVER_TWO = {'"sp": 4': '"sp": 2', "=optimizer)": "=optimizer, world=world)"}
 BLOCKS: dict[tuple[str, int], Setting] = {
     ("README.md", 0): Setting(a_model),
     ("README.md", 1): Setting(),
@@ -169,6 +193,10 @@ BLOCKS: dict[tuple[str, int], Setting] = {
         a_split_language_model, num_ranks=4, instead={"optimizer=optimizer": "optimizer=optimizer, world=world"}
     ),
     ("docs/tensor-parallel.md", 1): Setting(a_head),
+    ("docs/sequence.md", 0): Setting(
+        a_split_llama, 4, {'"sp": 4': '"sp": 2', "=optimizer)": "=optimizer, world=world)"}
+    ),
+    ("docs/sequence.md", 1): Setting(sequences, 2, OVER_TWO),
 }
 
 

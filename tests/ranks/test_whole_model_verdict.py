@@ -1,7 +1,7 @@
 """Along model axes ranks hold different parts of one model, and take the same decisions on the norm of all of it.
 
-The mesh is put in by hand: along `pp` each rank has a stage of its own, along `tp` a part of one layer and copies of
-the others.
+The mesh is put in by hand: along `pp` each rank has a stage of its own, and along `tp` a part of one layer and copies
+of the others.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.config import Plan, plan_table
-from shardwise.mesh import Mesh
+from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.placement import KINDS, Span, Table, pack, padded_numel, ruled_tables, table_for
 from shardwise.program import (
     Activations,
@@ -58,7 +58,7 @@ class Subject:
 class Explanation:
     """A plan on a mesh: its table, the program of one step, and what each rank holds and sends.
 
-    `replicated` is what training without sharding holds.
+    `held` is what each rank holds, `replicated` what it would without sharding.
     """
 
     plan: Plan
@@ -67,6 +67,7 @@ class Explanation:
     known_from: str
     subject: Subject
     step: StepProgram
+    held: Footprint
     replicated: Footprint
 
     @property
@@ -84,6 +85,25 @@ class Explanation:
         known."""
         return self.step.sent_bytes(self.plan.accumulate) + self.subject.activation_bytes * self.plan.accumulate
 
+    @property
+    def sent_by_axis(self) -> dict[str, int]:
+        """The same by mesh axis."""
+        return self.step.sent_by_axis(self.plan.accumulate)
+
+    @property
+    def attention(self) -> str | None:
+        """What ranks that share in sequences send beside the program; `None` where none do."""
+        mesh = self.mesh
+        if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
+            return None
+        size = mesh.size(SEQUENCE_AXIS)
+        ulysses = f"{size - 1}/{size} of a rank's queries, keys, values and outputs, each way"
+        ring = f"a rank's keys and values {size - 1} times each way, and their gradients in fp32 {size} times"
+        said = {"ulysses": f"ulysses sends {ulysses}", "ring": f"ring sends {ring}"}
+        kinds = list(said) if self.plan.sequence.attention == "auto" else [self.plan.sequence.attention]
+        lines = ", or ".join(said[kind] for kind in kinds)
+        return f"Attention is not in these figures: along {SEQUENCE_AXIS}, for each layer, {lines}."
+
 
 def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject) -> Explanation:
     """Plan one step of the subject's units, and the same step with a copy on every rank.
@@ -94,10 +114,9 @@ def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subj
     replicas = tuple(
         replace(unit, flats=tuple(replace(flat, table=copies) for flat in unit.flats)) for unit in subject.units
     )
-    step, replicated = (
-        _planned(plan, some, subject.num_states, subject.activations) for some in (subject.units, replicas)
-    )
-    return Explanation(plan, mesh, table, known_from, subject, step, replicated.footprint)
+    step, replicated = (_planned(plan, some, subject.activations) for some in (subject.units, replicas))
+    held = _held(plan, step, subject)
+    return Explanation(plan, mesh, table, known_from, subject, step, held, _held(plan, replicated, subject))
 
 
 def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
@@ -124,10 +143,11 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "optimizer": subject.optimizer,
         "optimizer_states": subject.num_states,
         "batch": subject.batch,
-        "bytes": by_kind(explained.step.footprint),
-        "peak_at": _said_peak(explained.step.footprint),
+        "bytes": by_kind(explained.held),
+        "peak_at": _said_peak(explained.held),
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,
+        "sent_bytes_by_axis": explained.sent_by_axis,
         "program": explained.program,
     }
 
@@ -140,12 +160,17 @@ def _said_peak(footprint: Footprint) -> str | None:
     return None if footprint.peak_at is None else str(footprint.peak_at)
 
 
-def _planned(plan: Plan, units: Sequence[UnitSpec], num_states: int, activations: Activations | None) -> StepProgram:
+def _planned(plan: Plan, units: Sequence[UnitSpec], activations: Activations | None) -> StepProgram:
     return plan_step(
         units,
         straight_trace(tuple(units)) if activations is None else activations.trace,
         prefetch_bytes=None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes,
-        states_per_param=num_states,
+    )
+
+
+def _held(plan: Plan, step: StepProgram, subject: Subject) -> Footprint:
+    return step.footprint(
+        states_per_param=subject.num_states,
         num_micro_batches=plan.accumulate,
-        activations=activations,
+        activations=subject.activations,
     )

@@ -19,8 +19,8 @@ from shardwise.cli.explanation import UnitSize
 from shardwise.comm import Group
 from shardwise.config import Plan
 from shardwise.devices import TorchAccelerator
-from shardwise.errors import ModelError, nearest
-from shardwise.mesh import Mesh
+from shardwise.errors import ConfigError, ModelError, nearest
+from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hidden_matrices
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
@@ -73,6 +73,10 @@ def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh
     Runs the file and the callable, and the model's forward on tensors without values, which claim to be on a GPU if
     this machine has one.
     """
+    if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
+        raise ConfigError(
+            f"Activations of sequences that are split over {SEQUENCE_AXIS!r} are not rehearsed yet. Leave out --batch."
+        )
     make = _loaded("--batch", source, "train.py:sample_batch")
     try:
         batch = make()

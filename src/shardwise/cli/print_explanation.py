@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind
 from shardwise.config import Plan, plan_table
-from shardwise.mesh import MODEL_AXES
+from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS
 from shardwise.placement import KINDS, PRESETS, Place, Table
 from shardwise.program import OPTIMIZERS, shortened
 from shardwise.units import format_bytes, format_count
@@ -46,7 +46,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         _section(console, f"table under the rule {name!r}", _table_grid(table), Text(f"computes in {table.compute}"))
     _section(console, "units", *_units_lines(explained))
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
-    _section(console, "sent per rank and step", Text(_sent(explained)))
+    attention = [Text(explained.attention, "dim")] if explained.attention else []
+    _section(console, "sent per rank and step", Text(_sent(explained)), *attention)
     text = explained.program if full else shortened(explained.program)
     _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
     for line in text.splitlines():
@@ -117,6 +118,8 @@ def _says_nothing(path: str, value: object, plan: Plan) -> bool:
     """Whether a default need not be shown: what is left as it is, and what does not apply."""
     if path.startswith("loss_scale."):
         return plan.precision != "fp16"
+    if path.startswith("sequence."):
+        return SEQUENCE_AXIS not in (plan.mesh or {})
     if path.startswith("tensor."):
         return "tp" not in (plan.mesh or {}) or value is None or value == {}
     return path in ("rules", "resident_below") or (value is None and path != "mesh")
@@ -177,7 +180,7 @@ def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
 
 def _bytes_grid(explained: Explanation) -> Grid:
     grid = _grid("", "promised", "replicated", "", right=["promised", "replicated"])
-    promised, replicated = by_kind(explained.step.footprint), by_kind(explained.replicated)
+    promised, replicated = by_kind(explained.held), by_kind(explained.replicated)
     meanings = MEANINGS | (AT_THE_PEAK if explained.subject.batch else {})
     for kind, num_bytes in promised.items():
         style = "bold" if kind == "total" else ""
@@ -188,7 +191,7 @@ def _bytes_grid(explained: Explanation) -> Grid:
 
 
 def _bytes_note(explained: Explanation) -> Text:
-    num, peak_at = explained.subject.num_states, explained.step.footprint.peak_at
+    num, peak_at = explained.subject.num_states, explained.held.peak_at
     if peak_at is None:
         lines = ["Activations are the model's own and not in these figures; --batch counts them."]
     else:
@@ -204,6 +207,9 @@ def _bytes_note(explained: Explanation) -> Text:
 def _sent(explained: Explanation) -> str:
     num, subject = explained.plan.accumulate, explained.subject
     text = format_bytes(explained.sent_bytes)
+    by_axis = explained.sent_by_axis
+    if len(by_axis) > 1:
+        text += f", {', '.join(f'{format_bytes(sent)} along {axis}' for axis, sent in by_axis.items())}"
     if "tp" in explained.mesh.model_axes:
         said = format_bytes(subject.activation_bytes * num) if subject.batch else "besides what --batch would count"
         text += f", {said} of activations along tp"

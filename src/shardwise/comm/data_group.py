@@ -1,4 +1,4 @@
-"""The data-parallel group of a rank: who trains the same part of the model with other batches. And others by axes."""
+"""The data-parallel group of a rank: who trains the same part of the model on other data. And others by axes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Exchange(Protocol):
 
 
 class DataGroup:
-    """The ranks along the data axes of a mesh. What has to be the same for all who hold the same part of the model,
+    """The ranks along the replica axes of a mesh. What has to be the same for all who hold the same part of the model,
     or is done by one for all of them, is theirs to agree on: first values, buffers, the order of a backward.
 
     Without model axes in the mesh they are all ranks of the world. With `axes` it is the group along those instead.
     """
 
     def __init__(self, world: World, mesh: Mesh, axes: Sequence[str] | None = None) -> None:
-        along = mesh.data_axes if axes is None else tuple(axes)
+        along = mesh.replica_axes if axes is None else tuple(axes)
         ranks = mesh.among(world.rank, along)
         self._world = world
         self.group = world.everybody

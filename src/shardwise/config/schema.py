@@ -122,6 +122,15 @@ class Rule(Strict):
     rows: Rows = Field(default=Rows(), description="changes to the plan's table")
 
 
+class Sequence(Strict):
+    """How ranks along `sp` share in the tokens of a batch."""
+
+    attention: Literal["auto", "ulysses", "ring"] = Field(
+        default="auto",
+        description="ulysses exchanges tokens for heads, ring passes keys round; auto: ulysses where heads divide",
+    )
+
+
 class LossScale(Strict):
     """What the loss is multiplied by in fp16, so that small gradients do not become zero.
 
@@ -172,6 +181,7 @@ class Plan(Strict):
     tensor: TensorParallel = Field(
         default=TensorParallel(), description="how the mesh axis tp cuts the model, where there is one"
     )
+    sequence: Sequence = Field(default=Sequence(), description="for a mesh with sp only")
     units: Literal["auto"] | Names | UnitRule = Field(
         default="auto",
         description="what is gathered together: auto (the repeated block class), a list of module names "

@@ -44,8 +44,9 @@ class Loader:
 
     `source`       map-style (a length and an index), a `Mixture` of such, an iterable, or `from_iterable(...)`.
     `batch_rows`   rows of a step over all ranks and micro-batches; a multiple of the product of their numbers.
-    `world`        a `World`, or `(rank, size)`: ranks that shall see the same rows give the same. Default: `RANK`
-                   and `WORLD_SIZE` as a launcher sets them, else one rank.
+    `world`        a `World`, or `(rank, size)`: ranks that shall see the same rows give the same, as those that share
+                   in one batch do (`engine.data_ranks`). Default: `RANK` and `WORLD_SIZE` as a launcher sets them,
+                   else one rank.
     `accumulate`   micro-batches that a step is handed out in, one after the other, as the plan's `accumulate`.
     `steps`        where iteration ends. Default: the end of the current epoch, which the next iteration goes on
                    from; a mixture has no such end and goes on forever.

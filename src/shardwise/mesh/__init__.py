@@ -1,5 +1,5 @@
 """Named axes, coordinates, groups of ranks."""
 
-from shardwise.mesh.mesh import MODEL_AXES, Mesh
+from shardwise.mesh.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
 
-__all__ = ["MODEL_AXES", "Mesh"]
+__all__ = ["MODEL_AXES", "SEQUENCE_AXIS", "Mesh"]

@@ -1,7 +1,9 @@
 """Ranks as points of a grid with named axes.
 
 Along a *data axis* ranks train the same model, each with batches of its own. Along a *model axis* they share in one
-batch, and may hold parts of the model that the others have not; its name says what kind of sharing it is.
+batch, and may hold parts of the model that the others have not; its name says what kind of sharing it is. Along `sp`
+they share in the tokens of a batch and train the same parameters, so the *replica axes*, over which a plan shards or
+copies parameters and adds up gradients, are the data axes and `sp`.
 
 Rank numbers run row-major: the last axis varies fastest, so it should be the one with the fastest
 links. `Mesh({"node": 2, "local": 4})` puts ranks 0-3 on node 0.
@@ -21,9 +23,12 @@ MODEL_AXES = {
     "pp": "pipeline parallelism",
     "sp": "sequence parallelism",
     "ep": "expert parallelism",
-    "cp": "context parallelism",
 }
-"""What everybody takes these names for. All others are data axes: over them a plan shards or copies."""
+"""What everybody takes these names for. All others are data axes: ranks along them differ in their batches."""
+
+SEQUENCE_AXIS = "sp"
+SYNONYMS = {"cp": SEQUENCE_AXIS}
+"""Other names for model axes, and what is to be written."""
 SAME_PARAMS_AXES = ("tp",)
 """Model axes along which ranks list the same parameters: each has its part of one that is cut, and a copy of any other.
 Along the others (stages of a pipeline) each lists its own."""
@@ -42,6 +47,11 @@ class Mesh:
         for axis, size in zip(self.axes, self.sizes, strict=True):
             if size < 1:
                 raise ConfigError(f"Mesh axis {axis!r} has size {size}; a size is at least 1.")
+            if axis in SYNONYMS:
+                raise ConfigError(
+                    f"Mesh axis {axis!r} is called {SYNONYMS[axis]!r} here ({MODEL_AXES[SYNONYMS[axis]]}); "
+                    f"write {SYNONYMS[axis]}."
+                )
 
     @classmethod
     def of(cls, axes: Mapping[str, int], world_size: int) -> Mesh:
@@ -67,12 +77,18 @@ class Mesh:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks differ in their batches."""
         return tuple(axis for axis in self.axes if axis not in MODEL_AXES)
 
     @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes over which a plan shards or copies parameters and adds up gradients: the data axes and `sp`."""
+        return tuple(axis for axis in self.axes if axis not in MODEL_AXES or axis == SEQUENCE_AXIS)
+
+    @property
     def model_axes(self) -> tuple[str, ...]:
-        """Those along which there is more than one rank."""
-        return tuple(axis for axis in self.axes if axis in MODEL_AXES and self.size(axis) > 1)
+        """The others, of more than one rank: along them ranks hold parts of one model, or copies of what is not cut."""
+        return tuple(axis for axis in self.axes if axis not in self.replica_axes and self.size(axis) > 1)
 
     @property
     def same_params_axes(self) -> tuple[str, ...]:
@@ -82,12 +98,21 @@ class Mesh:
     @property
     def params_axes(self) -> tuple[str, ...]:
         """All axes along which ranks list the same parameters."""
-        return tuple(axis for axis in self.axes if axis in self.data_axes or axis in self.same_params_axes)
+        return tuple(axis for axis in self.axes if axis in self.replica_axes or axis in self.same_params_axes)
 
     @property
-    def num_data_ranks(self) -> int:
+    def num_replicas(self) -> int:
         """How many ranks share the parameters of one part of the model."""
-        return math.prod(self.size(axis) for axis in self.data_axes)
+        return math.prod(self.size(axis) for axis in self.replica_axes)
+
+    def data_place(self, rank: int) -> tuple[int, int]:
+        """Which share of a batch `rank` reads, and of how many: the same for all ranks that share in one."""
+        place, num_shares = 0, 1
+        coordinate = self.coordinate(rank)
+        for axis in self.data_axes:
+            place = place * self.size(axis) + coordinate[axis]
+            num_shares *= self.size(axis)
+        return place, num_shares
 
     def size(self, axis: str) -> int:
         return self.sizes[self._index(axis)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.config import PlaceEdit, Plan, Rows, Rule
 from shardwise.errors import ConfigError, PlacementError, nearest
-from shardwise.mesh import MODEL_AXES, Mesh
+from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
 from shardwise.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.placement.table import Table
 
@@ -23,17 +23,17 @@ class Preset:
     known_from: str
 
     def over(self, mesh: Mesh) -> Preset:
-        """The preset with axes of `mesh`: one written for one axis takes all data axes that the mesh has."""
+        """The preset with axes of `mesh`: one written for one axis takes all replica axes that the mesh has."""
         if self.axes != DP:
             mesh.require(self.axes, "This preset")
             return self
 
         def spread(place: Place) -> Place:
-            axes = mesh.data_axes
+            axes = mesh.replica_axes
             return Place(shard=axes if place.shard else (), partial=axes if place.partial else ())
 
         return Preset(
-            mesh.data_axes,
+            mesh.replica_axes,
             spread(self.param),
             spread(self.held),
             spread(self.grad),
@@ -70,7 +70,7 @@ def takes_local_size(plan: Plan) -> bool:
     return plan.mesh is None and plan.preset in PRESETS and len(PRESETS[plan.preset].axes) > 1
 
 
-SPLITS = ("tp",)
+SPLITS = ("tp", SEQUENCE_AXIS)
 """The model axes that something in this version splits models along."""
 
 
@@ -129,7 +129,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
 
     return Table(
-        axes=mesh.data_axes,
+        axes=mesh.replica_axes,
         param=row("param", base.param, compute),
         held=row("held", base.held, compute),
         grad=row("grad", base.grad, states),

@@ -15,8 +15,8 @@ from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Ti
 class Table:
     """Where the four kinds of tensor of one model (or of some of its parameters) live.
 
-    `axes` are the mesh's data-parallel axes, outermost first. `compute` is the dtype in which forward
-    and backward run, `wire` the dtype in which gradients travel, `step` the tier of the update.
+    `axes` are the mesh's replica axes (those of data parallelism, and `sp`), outermost first. `compute` is the dtype
+    in which forward and backward run, `wire` the dtype in which gradients travel, `step` the tier of the update.
     """
 
     axes: Axes
@@ -95,7 +95,7 @@ class Table:
         for axis in place.shard + place.partial:
             if axis not in self.axes:
                 raise PlacementError(
-                    f"{kind} is placed on axis {axis!r}, but the data-parallel axes are {', '.join(self.axes)}. "
+                    f"{kind} is placed on axis {axis!r}, but a plan places over {', '.join(self.axes)}. "
                     f"{nearest(axis, self.axes)}"
                 )
         for axes in (place.shard, place.partial):

@@ -20,9 +20,9 @@ from shardwise.program.streams import overlap, pipelined
 class StepProgram:
     """One training step: `micro_batch` as often as gradients are accumulated, then `step`."""
 
+    units: Sequence[UnitSpec]
     micro_batch: Program
     step: Program
-    footprint: Footprint
     matrix_exchanges: Mapping[str, MatrixExchange] = field(default_factory=dict)
 
     def sent_bytes(self, num_micro_batches: int = 1, coordinate: Mapping[str, int] | None = None) -> int:
@@ -33,6 +33,33 @@ class StepProgram:
         per_batch = sum(action.sent_bytes for block in self.micro_batch for action in block.actions)
         per_step = sum(self._sent(action, coordinate) for block in self.step for action in block.actions)
         return num_micro_batches * per_batch + per_step
+
+    def sent_by_axis(self, num_micro_batches: int = 1) -> dict[str, int]:
+        """The same, the most of any rank, by the mesh axis along which it goes."""
+        sent: dict[str, int] = {}
+        for program, times in ((self.micro_batch, num_micro_batches), (self.step, 1)):
+            for action in (action for block in program for action in block.actions if action.sent_bytes):
+                sent[action.over] = sent.get(action.over, 0) + times * action.sent_bytes
+        return sent
+
+    def footprint(
+        self,
+        *,
+        states_per_param: int = 2,
+        num_micro_batches: int = 1,
+        coordinate: Mapping[str, int] | None = None,
+        activations: Activations | None = None,
+    ) -> Footprint:
+        """What it holds on each rank; see `footprint`."""
+        return footprint(
+            self.units,
+            self.micro_batch,
+            self.step,
+            states_per_param=states_per_param,
+            num_micro_batches=num_micro_batches,
+            coordinate=coordinate,
+            activations=activations,
+        )
 
     def _sent(self, action: Action, coordinate: Mapping[str, int] | None) -> int:
         if coordinate is None or action.verb not in ("collect", "hand_back"):
@@ -50,16 +77,12 @@ def plan_step(
     training: bool = True,
     reduces: bool = True,
     buffers_bytes: int = 0,
-    states_per_param: int = 2,
-    num_micro_batches: int = 1,
-    coordinate: Mapping[str, int] | None = None,
-    activations: Activations | None = None,
 ) -> StepProgram:
     """Build, prefetch, overlap and check the program of one step.
 
     `prefetch_bytes` is how much may lie gathered ahead of its use; `None` means the largest unit, so
-    that the next one is always on its way. `training` and `reduces` are those of `build_pass`, `activations` those
-    of `footprint`.
+    that the next one is always on its way. `training` and `reduces` are those of `build_pass`, `buffers_bytes` that of
+    `build_step`.
     """
     full_bytes = {flat.name: flat.full_bytes for unit in units for flat in unit.flats}
     largest = max((sum(flat.full_bytes for flat in unit.flats) for unit in units), default=0)
@@ -70,14 +93,5 @@ def plan_step(
         Block(block.moment, pipelined(block.actions)) for block in build_step(units, buffers_bytes=buffers_bytes)
     )
     check_step(step, units, buffers_bytes=buffers_bytes)
-    held = footprint(
-        units,
-        micro_batch,
-        step,
-        states_per_param=states_per_param,
-        num_micro_batches=num_micro_batches,
-        coordinate=coordinate,
-        activations=activations,
-    )
     flats = [flat for unit in units for flat in unit.flats]
-    return StepProgram(micro_batch, step, held, matrix_exchanges(flats))
+    return StepProgram(units, micro_batch, step, matrix_exchanges(flats))

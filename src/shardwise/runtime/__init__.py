@@ -4,7 +4,7 @@ from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffers import BufferSync
 from shardwise.runtime.compiled import check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
-from shardwise.runtime.hooks import NO_COPY, changed_inside
+from shardwise.runtime.hooks import NO_COPY, changed_inside, in_backward
 from shardwise.runtime.mover import Mover
 from shardwise.runtime.runner import Runner, Settings
 
@@ -19,4 +19,5 @@ __all__ = [
     "Settings",
     "changed_inside",
     "check_backend",
+    "in_backward",
 ]

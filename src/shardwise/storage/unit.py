@@ -86,7 +86,7 @@ def unit_spec(
     flats = []
     for kind, named in _by_kind(choice, rows).items():
         slots = choice.slots(named)
-        numel = padded_numel(slots, mesh.num_data_ranks)
+        numel = padded_numel(slots, mesh.num_replicas)
         name, table = kind.name(choice.name), kind.row.table.on(mesh)
         placed = _placed(slots, named, updates)
         stays_whole = table.param == table.full and bool(table.axes)

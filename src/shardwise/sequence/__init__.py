@@ -1,0 +1,19 @@
+"""Sequence parallelism: the tokens of a sample over the ranks of a line; Ulysses and ring attention."""
+
+from shardwise.sequence.blocks import Weighing
+from shardwise.sequence.check import check_model
+from shardwise.sequence.layout import Layout
+from shardwise.sequence.parallel import SequenceParallel
+from shardwise.sequence.ring import ring_attention
+from shardwise.sequence.ulysses import ulysses_attention
+from shardwise.sequence.visibility import Visibility
+
+__all__ = [
+    "Layout",
+    "SequenceParallel",
+    "Visibility",
+    "Weighing",
+    "check_model",
+    "ring_attention",
+    "ulysses_attention",
+]

@@ -1,0 +1,133 @@
+"""Attention over a split sequence, whoever asks for it: what the model says, put into the terms of one method."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.errors import ModelError, StateError
+from shardwise.sequence.blocks import Weighing
+from shardwise.sequence.layout import Layout
+from shardwise.sequence.line import Line
+from shardwise.sequence.ring import ring_attention
+from shardwise.sequence.ulysses import ulysses_attention
+from shardwise.sequence.visibility import Visibility
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """What is known of the batch whose tokens are computed: where they lie, and which of them belong together."""
+
+    layout: Layout
+    documents: Tensor | None = None
+    kept: Tensor | None = None
+
+    def goes_with(self, other: Sample) -> bool:
+        """Whether attention over the two is split in the same way."""
+        plain = self.documents is None is other.documents and self.kept is None is other.kept
+        return self is other or (plain and self.layout == other.layout)
+
+
+class Attention:
+    """The attention of one model whose sequences are split over `line`, by all-to-alls or around a ring."""
+
+    def __init__(self, line: Line, *, is_ring: bool) -> None:
+        self.line = line
+        self.is_ring = is_ring
+        self.sample: Sample | None = None
+        """Of the batch that was split last."""
+        self.num_calls = 0
+        """How often it was asked for."""
+        self.will_go_back = False
+        """Whether the forward that runs may be sent back: whether it was entered with gradients."""
+        self._waiting: list[Sample] = []
+        """Samples of forwards whose backward may be still to come, where they differ."""
+        self._has_gone_back = False
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        window: int | None = None,
+        softcap: float | None = None,
+        recomputed: bool = False,
+    ) -> Tensor:
+        """Like `scaled_dot_product_attention` over the whole sequence, for this rank's tokens.
+
+        `query` is `[batch, heads, local tokens, dim]`; keys may have fewer heads. `recomputed`: in a backward.
+        """
+        sample = self._sample_of(query, key, recomputed=recomputed)
+        self.num_calls += 1
+        weighing = Weighing(1 / math.sqrt(query.shape[-1]) if scale is None else scale, softcap)
+        query, key, value = _in_one_dtype(query, key, value)
+        if query.shape[1] % key.shape[1]:
+            raise ModelError(f"{query.shape[1]} heads of queries do not divide among {key.shape[1]} heads of keys.")
+        visibility = Visibility(is_causal, window, sample.documents, sample.kept)
+        if self.is_ring and dropout:
+            raise ModelError(
+                f"Ring attention has no dropout, and this model asks for {dropout:g} in its attention. Set it to 0, or "
+                f"use sequence: {{attention: ulysses}}."
+            )
+        with torch._C.DisableTorchFunction():  # what is computed here is not to be led here again
+            if self.is_ring:
+                out = ring_attention(query, key, value, sample.layout, self.line, visibility, weighing)
+            else:
+                out = ulysses_attention(query, key, value, sample.layout, self.line, visibility, weighing, dropout)
+        if out.requires_grad:
+            out.register_hook(self._note_backward)  # type: ignore[no-untyped-call]  # torch's own
+        return out
+
+    def _sample_of(self, query: Tensor, key: Tensor, *, recomputed: bool) -> Sample:
+        sample = self._recomputed() if recomputed else self.sample
+        if sample is None:
+            raise StateError(
+                f"This model's sequences are split over the {self.line.num_ranks} ranks of axis {self.line.axis!r}, "
+                f"but no batch was. Call batch = engine.split_sequence(batch) before the forward."
+            )
+        if self.will_go_back and not recomputed:
+            self._note(sample)
+        if not query.shape[-2] == key.shape[-2] == sample.layout.num_local:
+            raise ModelError(
+                f"Attention of {query.shape[-2]} queries to {key.shape[-2]} keys, but engine.split_sequence gave this "
+                f"rank {sample.layout.num_local} tokens. Only attention of the batch's tokens to each other can be "
+                f"split over {self.line.axis!r}."
+            )
+        return sample
+
+    def _note(self, sample: Sample) -> None:
+        if self._has_gone_back:
+            self._waiting, self._has_gone_back = [], False
+        if not any(sample.goes_with(other) for other in self._waiting):
+            self._waiting.append(sample)
+
+    def _note_backward(self, _: Tensor) -> None:
+        self._has_gone_back = True
+
+    def _recomputed(self) -> Sample | None:
+        """Of the forward that is run again in a backward; whose it is nobody says, so there may be one kind only."""
+        if len(self._waiting) > 1:
+            raise StateError(
+                "A forward is recomputed in a backward, after batches of other lengths, documents or padding were "
+                "split, and nobody knows which of them it is of. Send each batch back before the next is split."
+            )
+        return self._waiting[0] if self._waiting else self.sample
+
+
+def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In that of autocast, if it is on."""
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        raise ModelError(f"Queries, keys and values are of {' and '.join(sorted(map(str, dtypes)))}; make them one.")
+    return tensors

@@ -1,0 +1,234 @@
+"""A batch of whole samples, cut into what each rank of a sequence line computes."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwise.errors import ConfigError
+from shardwise.sequence.attention import Sample
+from shardwise.sequence.hugging_face import pretrained_in, takes_shifted_labels
+from shardwise.sequence.layout import Layout
+from shardwise.sequence.line import Line
+
+Tensor = torch.Tensor
+IGNORED = -100
+_PADDING: dict[str, float] = {"input_ids": 0, "inputs_embeds": 0.0, "labels": IGNORED, "position_ids": 0}
+"""What padding to a multiple of the ranks is made of."""
+
+
+class Splitter:
+    """Cuts the batches of one model."""
+
+    def __init__(self, model: nn.Module, line: Line, *, is_zigzag: bool) -> None:
+        self._line = line
+        self._is_zigzag = is_zigzag
+        parameters = inspect.signature(model.forward).parameters
+        takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        is_pretrained = bool(pretrained_in(model))
+        self._shifts = takes_shifted_labels(model) and (takes_any or "shift_labels" in parameters)
+        """Whether the model takes labels that are shifted already."""
+        self._loses_labels = is_pretrained and not self._shifts
+        """Whether it works its loss out in a way that tokens of one rank do not allow for."""
+        self._numbers = is_pretrained and (takes_any or "position_ids" in parameters)
+        self._name = type(model).__name__
+        self._signature = inspect.signature(model.forward)
+
+    def split(self, batch: Any, documents: Tensor | None) -> tuple[Any, Sample]:
+        """This rank's part of `batch`, as `Engine.split_sequence` has it, and what attention has to know of the whole.
+
+        All ranks of the line call, with the same batch.
+        """
+        if isinstance(batch, torch.Tensor):
+            (part,), sample = self._split_tensors((batch,), documents)
+            return part, sample
+        if isinstance(batch, Mapping):
+            return self._split_mapping(dict(batch), documents)
+        if isinstance(batch, list | tuple) and batch and all(isinstance(one, torch.Tensor) for one in batch):
+            parts, sample = self._split_tensors(batch, documents)
+            return type(batch)(parts), sample
+        raise ConfigError(
+            f"engine.split_sequence takes a tensor [batch, tokens, ...], a list or tuple of such, or a dict with "
+            f"input_ids, not a {type(batch).__name__}."
+        )
+
+    def whole_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """What the model is called with, by name, if that is a batch of transformers' kind."""
+        called = {**self._signature.bind_partial(*args, **kwargs).arguments}
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                called |= called.pop(name, {})
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and called.pop(name, ()):
+                return None
+        called = {name: value for name, value in called.items() if value is not None}
+        return called if "input_ids" in called or "inputs_embeds" in called else None
+
+    # -- tensors without names --------------------------------------------------------------------------
+
+    def _split_tensors(self, tensors: Sequence[Tensor], documents: Tensor | None) -> tuple[list[Tensor], Sample]:
+        named = {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
+        num_tokens = _num_tokens(named)
+        odd = [name for name, tensor in named.items() if tensor.dim() < 2 or tensor.shape[1] != num_tokens]
+        if odd:
+            raise ConfigError(
+                f"engine.split_sequence cuts dimension 1 of every tensor, which has {num_tokens} tokens in the first "
+                f"and not in {', '.join(odd)}. Keep what is not by token out of it."
+            )
+        self._check_same({**named, **_maybe(documents=documents)})
+        self._require_no_padding(num_tokens, ", ".join(named))
+        layout = Layout(num_tokens, self._line.num_ranks, self._is_zigzag)
+        sample = Sample(layout, _checked_documents(documents, tensors[0]))
+        return [layout.take(tensor, self._line.place) for tensor in tensors], sample
+
+    # -- tensors by name --------------------------------------------------------------------------------
+
+    def _split_mapping(self, batch: dict[str, Any], documents: Tensor | None) -> tuple[dict[str, Any], Sample]:
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        self._check_same({**tensors, **_maybe(documents=documents)})
+        num_tokens = _num_tokens(tensors)
+        first = tensors.get("input_ids", tensors.get("inputs_embeds", next(iter(tensors.values()))))
+        kept = self._kept(batch.pop("attention_mask", None), first, num_tokens)
+        documents = _checked_documents(documents, first)
+        self._add_positions(batch, first, num_tokens)
+        if documents is None and kept is None and "position_ids" in batch:
+            documents = _documents_of(batch["position_ids"], len(first))
+        self._shift_labels(batch)
+        missing = -num_tokens % Layout.multiple(self._line.num_ranks, is_zigzag=self._is_zigzag)
+        if missing:
+            batch = self._padded(batch, num_tokens, missing)
+            kept = torch.ones(first.shape[:2], dtype=torch.bool, device=first.device) if kept is None else kept
+            kept = functional.pad(kept, (0, missing), value=False)
+            documents = None if documents is None else functional.pad(documents, (0, missing), value=-1)
+        layout = Layout(num_tokens + missing, self._line.num_ranks, self._is_zigzag)
+        cut = {name: self._cut(value, layout) for name, value in batch.items()}
+        return cut, Sample(layout, documents, kept)
+
+    def _cut(self, value: Any, layout: Layout) -> Any:
+        is_by_token = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == layout.num_tokens
+        return layout.take(value, self._line.place) if is_by_token else value
+
+    def _kept(self, mask: Any, first: Tensor, num_tokens: int) -> Tensor | None:
+        """The padding that the batch tells of; `None` if there is none."""
+        if mask is None:
+            return None
+        if not isinstance(mask, torch.Tensor) or mask.shape != (len(first), num_tokens):
+            shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise ConfigError(
+                f"attention_mask is {shape}, but over a split sequence it says which tokens are no padding: "
+                f"[{len(first)}, {num_tokens}]. Packed documents are told by documents=."
+            )
+        kept = mask.bool()
+        return None if kept.device.type == "cpu" and bool(kept.all()) else kept
+
+    def _add_positions(self, batch: dict[str, Any], first: Tensor, num_tokens: int) -> None:
+        positions = batch.get("position_ids")
+        if positions is None and self._numbers:
+            batch["position_ids"] = torch.arange(num_tokens, device=first.device)[None]
+        elif positions is not None and (positions.dim() != 2 or positions.shape[1] != num_tokens):
+            raise ConfigError(
+                f"position_ids is {list(positions.shape)}; over a split sequence it is [batch, {num_tokens}]."
+            )
+
+    def _shift_labels(self, batch: dict[str, Any]) -> None:
+        """Labels of transformers are for the token before, which may be on another rank: they are shifted here."""
+        if batch.get("labels") is None:
+            return
+        if self._loses_labels:
+            raise ConfigError(
+                f"{self._name} is no causal language model that takes shift_labels, so its own loss would be that of "
+                f"this rank's tokens alone. Leave labels out of the batch, cut them as a tensor of their own, and work "
+                f"the loss out from the logits with engine.mean_over_tokens."
+            )
+        if self._shifts and "shift_labels" not in batch:
+            shifted = functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
+            batch["shift_labels"] = shifted
+            num_counted = batch.get("num_items_in_batch")
+            if num_counted is None:
+                num_counted = int((shifted != IGNORED).sum())
+            batch["num_items_in_batch"] = float(num_counted) / self._line.num_ranks
+
+    def _padded(self, batch: dict[str, Any], num_tokens: int, missing: int) -> dict[str, Any]:
+        padded = {}
+        for name, value in batch.items():
+            is_by_token = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == num_tokens
+            if is_by_token and name not in (*_PADDING, "shift_labels"):
+                self._require_no_padding(num_tokens, name)
+            padded[name] = _pad(value, missing, _PADDING.get(name, IGNORED)) if is_by_token else value
+        return padded
+
+    # -- checks -----------------------------------------------------------------------------------------
+
+    def _require_no_padding(self, num_tokens: int, names: str) -> None:
+        multiple = Layout.multiple(self._line.num_ranks, is_zigzag=self._is_zigzag)
+        if num_tokens % multiple:
+            raise ConfigError(
+                f"{num_tokens} tokens do not divide into {multiple} parts for the {self._line.num_ranks} ranks of axis "
+                f"{self._line.axis!r}, and what {names} would be padded with is not known. Pad to a multiple of "
+                f"{multiple}, or give a dict of {', '.join(_PADDING)} and attention_mask."
+            )
+
+    def _check_same(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise `ConfigError` on all ranks of the line unless they gave the same."""
+        mine = {name: _digest(tensor) for name, tensor in tensors.items()}
+        told = [json.loads(message) for message in self._line.tell(json.dumps(mine).encode())]
+        other = next((place for place, theirs in enumerate(told) if theirs != told[0]), None)
+        if other is None:
+            return
+        names = sorted(name for name in {*told[0], *told[other]} if told[0].get(name) != told[other].get(name))
+        raise ConfigError(
+            f"Ranks {self._line.ranks[0]} and {self._line.ranks[other]} share in one sequence (axis "
+            f"{self._line.axis!r}), but gave engine.split_sequence other samples: {', '.join(names)} differ. Give both "
+            f"the same whole batch: deal batches out by engine.data_ranks, and split each once."
+        )
+
+
+def _num_tokens(tensors: Mapping[str, Tensor]) -> int:
+    order = sorted(tensors, key=lambda name: name not in ("input_ids", "inputs_embeds"))
+    for name in order:
+        if tensors[name].dim() > 1:
+            return tensors[name].shape[1]
+    raise ConfigError(
+        "engine.split_sequence found no tensor [batch, tokens, ...] in the batch, such as input_ids, to cut by tokens."
+    )
+
+
+def _checked_documents(documents: Tensor | None, first: Tensor) -> Tensor | None:
+    if documents is None:
+        return None
+    if documents.shape != first.shape[:2] or documents.is_floating_point():
+        raise ConfigError(
+            f"documents is {documents.dtype} {list(documents.shape)}; it is the number of each token's document, "
+            f"whole numbers {list(first.shape[:2])}."
+        )
+    return documents.to(first.device)
+
+
+def _documents_of(positions: Tensor, batch_size: int) -> Tensor | None:
+    """Where positions do not go up by one another document begins. `None` if there is one only."""
+    steps = positions.diff(dim=1) != 1
+    if not bool(steps.any()):
+        return None
+    return functional.pad(steps.cumsum(1), (1, 0)).expand(batch_size, -1)
+
+
+def _digest(tensor: Tensor) -> str:
+    """A short text, equal for equal values of one shape and dtype."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    values = hashlib.blake2b(data, digest_size=8).hexdigest()
+    return f"{tensor.dtype} {list(tensor.shape)} {values}"
+
+
+def _maybe(**tensors: Tensor | None) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _pad(tensor: Tensor, num_tokens: int, value: float) -> Tensor:
+    """Behind the tokens of dimension 1."""
+    return functional.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, num_tokens), value=value)

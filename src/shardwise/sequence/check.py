@@ -1,0 +1,39 @@
+"""What is refused before anything is changed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardwise.config import Plan
+from shardwise.errors import ConfigError, ModelError
+from shardwise.sequence import hugging_face
+from shardwise.sequence.routing import refused_attention
+
+_MIXES = (nn.RNNBase, nn.RNNCellBase, nn.Conv1d, nn.ConvTranspose1d)
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """Raise for a model, or a plan, under which a rank would compute something else from some of the tokens."""
+    if plan.compile is not None:
+        raise ConfigError(
+            f"The plan compiles with {plan.compile!r} and splits sequences over sp, whose attention sends messages "
+            f"that cannot be compiled. Leave out compile, or sp."
+        )
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, _ATTENTION):
+            raise refused_attention(f"{name or 'The model'} ({kind})")
+        if isinstance(module, _MIXES) and getattr(module, "kernel_size", None) != (1,):
+            raise ModelError(
+                f"{name or 'The model'} is a {kind}, which reads neighbouring tokens, and over sp those are on other "
+                f"ranks. Leave sp out of the mesh."
+            )
+    hugging_face.check(model)
+
+
+def is_ring(model: nn.Module, plan: Plan, num_ranks: int) -> bool:
+    """Whether attention goes round a ring: as the plan says, else where heads are known not to divide."""
+    if plan.sequence.attention != "auto":
+        return plan.sequence.attention == "ring"
+    return any(number % num_ranks for number in hugging_face.num_heads(model))

@@ -1,0 +1,150 @@
+"""Models of transformers: attention through its `AttentionInterface`, under a name of our own.
+
+[Note: masks of transformers] Under a name that its mask functions do not know, a model of transformers makes no mask,
+which would be one of this rank's tokens alone. What may be seen is known from the whole batch instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.runtime import in_backward
+from shardwise.sequence.attention import Attention
+
+Tensor = torch.Tensor
+NAME = "shardwise_sequence"
+_KNOWN_LAYERS = ("full_attention", "sliding_attention")
+_UNKNOWN = ("s_aux", "position_bias")
+
+_ATTENTIONS: weakref.WeakKeyDictionary[nn.Module, Attention] = weakref.WeakKeyDictionary()
+"""By the module that computes it: transformers calls one function for all models of the process."""
+
+
+def pretrained_in(model: nn.Module) -> list[Any]:
+    """The models of transformers in `model`, outermost first; the library is not imported if nobody has."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, library.PreTrainedModel)]
+
+
+def check(model: nn.Module) -> None:
+    """Raise `ModelError` for a model of transformers whose attention cannot be split over the sequence."""
+    for module in pretrained_in(model):
+        name, config = type(module).__name__, module.config
+        if not module._can_set_attn_implementation():
+            raise ModelError(
+                f"{name} does not go through transformers' AttentionInterface, so its attention cannot be split over "
+                f"the sequence. Leave sp out of the mesh."
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            raise ModelError(
+                f"{name} is an encoder and a decoder, whose sequences have lengths of their own; only one sequence can "
+                f"be split. Leave sp out of the mesh."
+            )
+        if getattr(config, "output_router_logits", False):
+            raise ModelError(
+                f"{name} adds a loss that balances its experts, over all tokens of a batch, to its own; over sp a rank "
+                f"has some of them only. Set output_router_logits=False in its configuration."
+            )
+        others = set(getattr(config, "layer_types", None) or ()) - set(_KNOWN_LAYERS)
+        if others:
+            raise ModelError(
+                f"{name} has layers of kind {', '.join(sorted(others))}; over a split sequence there are "
+                f"{' and '.join(_KNOWN_LAYERS)}. Leave sp out of the mesh."
+            )
+
+
+def num_heads(model: nn.Module) -> list[int]:
+    """How many heads of queries models of transformers in `model` have, as far as their configurations say."""
+    found = [getattr(module.config, "num_attention_heads", None) for module in pretrained_in(model)]
+    return [number for number in found if isinstance(number, int)]
+
+
+def takes_shifted_labels(model: nn.Module) -> bool:
+    """Whether `model` is a causal language model whose loss is transformers' own, which takes `shift_labels`."""
+    models = pretrained_in(model)
+    if not models or getattr(models[0], "loss_type", None) not in ("ForCausalLM", None):
+        return False
+    forward = inspect.unwrap(type(models[0]).forward)
+    return "loss_function" in forward.__code__.co_names
+
+
+def route(model: nn.Module, attention: Attention) -> Callable[[], None]:
+    """Let the attention of models of transformers in `model` lead to `attention`. Returns what puts it back."""
+    models = pretrained_in(model)
+    if not models:
+        return lambda: None
+    interface: Any = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    if NAME not in interface:
+        type(interface).register(NAME, _attention_forward)
+    before = {id(module.config): (module.config, module.config._attn_implementation) for module in models}
+    for module in model.modules():
+        _ATTENTIONS[module] = attention
+    for config, _ in before.values():
+        config._attn_implementation_internal = NAME
+
+    def put_back() -> None:
+        for config, name in before.values():
+            config._attn_implementation_internal = name
+        for module in model.modules():
+            _ATTENTIONS.pop(module, None)
+
+    return put_back
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: `[batch, heads, tokens, dim]` in, `[batch, tokens, heads, dim]` out."""
+    _check_call(module, attention_mask, kwargs)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window is not None and not causal:
+        raise ModelError(f"{type(module).__name__} has a window that looks both ways, which cannot be split yet.")
+    out = _ATTENTIONS[module].attend(
+        query,
+        key,
+        value,
+        is_causal=causal,
+        scale=scaling,
+        dropout=dropout,
+        window=sliding_window,
+        softcap=softcap,
+        recomputed=in_backward(),
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _check_call(module: nn.Module, attention_mask: Tensor | None, kwargs: Mapping[str, Any]) -> None:
+    name = type(module).__name__
+    unknown = [key for key in _UNKNOWN if kwargs.get(key) is not None]
+    if unknown:
+        raise ModelError(
+            f"{name} asks for {' and '.join(unknown)} in its attention, which cannot be split over the sequence yet. "
+            f"Leave sp out of the mesh."
+        )
+    if kwargs.get("output_attentions"):
+        raise ModelError("Attention over a split sequence gives no weights. Leave out output_attentions=True.")
+    if attention_mask is not None:
+        raise ModelError(
+            f"{name} was given an attention mask of shape {list(attention_mask.shape)} of its own. Give padding to "
+            f"engine.split_sequence as attention_mask [batch, tokens], and packed documents as documents=."
+        )

@@ -1,0 +1,197 @@
+"""One model whose sequences are split over the ranks of a line, tied together.
+
+[Note: dropout] Ranks that are seeded alike would leave out the same numbers of different tokens. So inside of a
+training forward a rank draws from a generator of its own place on the line, seeded by one number that is drawn from
+the user's, and gives that back as it was. Nothing of it lasts, so there is nothing more to save; recomputing finds the
+generator as it was inside, because torch's checkpointing keeps its state.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import World
+from shardwise.config import Plan
+from shardwise.errors import ModelError, StateError
+from shardwise.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.runtime import in_backward
+from shardwise.runtime.hooks import tensors_in
+from shardwise.sequence import hugging_face
+from shardwise.sequence.attention import Attention, Sample
+from shardwise.sequence.batch import Splitter
+from shardwise.sequence.check import is_ring
+from shardwise.sequence.line import Line
+from shardwise.sequence.routing import Routing
+
+Tensor = torch.Tensor
+_NUM_REMEMBERED = 128
+"""Of so many tensors it is known which batch they are of."""
+
+
+class SequenceParallel:
+    """Leads the attention of `model` over the ranks along `sp`, and cuts its batches. All ranks make one.
+
+    `close` leaves the model as it was.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, world: World, device: torch.device) -> None:
+        self._line = Line(world.collectives(device), world.group(mesh, SEQUENCE_AXIS))
+        ring = is_ring(model, plan, self._line.num_ranks)
+        self.attention = Attention(self._line, is_ring=ring)
+        self._model = model
+        self._device = device
+        self._splitter = Splitter(model, self._line, is_zigzag=ring)
+        self._numbering = None if hugging_face.pretrained_in(model) else model
+        self._running = _Running()
+        self._is_suspended = False
+        self._hooks = ExitStack()
+        for module in model.modules():
+            before = module.register_forward_pre_hook(self._before, prepend=True)
+            after = module.register_forward_hook(self._after, always_call=True)
+            self._hooks.callback(before.remove)
+            self._hooks.callback(after.remove)
+        self._given = _Given()
+        finds = model.register_forward_pre_hook(self._find_sample, prepend=True, with_kwargs=True)
+        self._hooks.callback(finds.remove)
+        self._put_back = hugging_face.route(model, self.attention)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._hooks.close()
+        self._put_back()
+
+    def split(self, batch: Any, documents: Tensor | None) -> Any:
+        """See `Engine.split_sequence`."""
+        part, sample = self._splitter.split(batch, documents)
+        self._given.note(part, batch, sample)
+        self.attention.sample = sample
+        return part
+
+    def mean_over_tokens(self, values: Tensor, counted: Tensor | None) -> Tensor:
+        """See `Engine.mean_over_tokens`."""
+        if counted is not None:
+            values = values.masked_fill(~counted, 0.0)
+        here = counted.sum() if counted is not None else torch.tensor(values.numel(), device=values.device)
+        share = self._line.num_ranks / self._line.total(here)
+        return values.sum() * share.to(values.dtype)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, this rank computes whole sequences by itself."""
+        self._put_back()
+        self._is_suspended = True
+        try:
+            yield
+        finally:
+            self._is_suspended = False
+            self._put_back = hugging_face.route(self._model, self.attention)
+
+    # -- around whatever of the model is called ---------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: object) -> None:  # noqa: ARG002  # of a hook
+        running = self._running
+        running.depth += 1
+        if running.depth > 1 or self._is_suspended:
+            return
+        running.stack = ExitStack()
+        self._enter(running.stack, module)
+
+    def _find_sample(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Whose tokens the model is called with. A model of transformers that is given a whole batch gets its part."""
+        if self._is_suspended or in_backward():
+            return None
+        sample = self._given.sample_of((args, kwargs))
+        if sample is not None:
+            self.attention.sample = sample
+            return None
+        called = self._splitter.whole_call(args, kwargs) if self._numbering is None else None
+        if called is not None:
+            return (), self.split(called, None)
+        self._given.require_one()
+        return None
+
+    def _after(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002  # of a hook
+        running = self._running
+        running.depth = max(0, running.depth - 1)
+        if running.depth or running.stack is None:
+            return
+        stack, running.stack = running.stack, None
+        stack.close()
+        if module is self._model and output is not None and not in_backward():
+            self._check_was_asked()
+
+    def _enter(self, stack: ExitStack, module: nn.Module) -> None:
+        if not in_backward():
+            self.attention.will_go_back = torch.is_grad_enabled()
+            if module is self._model:
+                self.attention.num_calls = 0
+            if module.training:
+                stack.enter_context(_drawing_apart(self._line.place, self._device))
+        stack.enter_context(Routing(self.attention, self._numbering))
+
+    def _check_was_asked(self) -> None:
+        if self.attention.num_calls == 0:
+            raise ModelError(
+                f"{type(self._model).__name__} computed a forward without any attention that could be split over "
+                f"{self._line.axis!r}: neither torch.nn.functional.scaled_dot_product_attention nor transformers' "
+                f"AttentionInterface was called. Use one of them, or leave {self._line.axis} out of the mesh."
+            )
+
+
+class _Given:
+    """The tensors that were given out, as long as they live, and the samples that they are of."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[weakref.ref[Tensor], Sample]] = deque(maxlen=_NUM_REMEMBERED)
+
+    def note(self, part: Any, batch: Any, sample: Sample) -> None:
+        """What is in `part` and was not in `batch`, from which others may be made too."""
+        whole = {id(tensor) for tensor in tensors_in(batch)}
+        cut = [tensor for tensor in tensors_in(part) if id(tensor) not in whole]
+        self._recent.extend((weakref.ref(tensor), sample) for tensor in cut)
+
+    def sample_of(self, inputs: object) -> Sample | None:
+        """That of the first tensor in `inputs` that was given out."""
+        for tensor in tensors_in(inputs):
+            for given, sample in reversed(self._recent):
+                if given() is tensor:
+                    return sample
+        return None
+
+    def require_one(self) -> None:
+        """Raise `StateError` if it is not known which batch something is of that was made of one."""
+        alive = [sample for given, sample in self._recent if given() is not None]
+        if any(not sample.goes_with(alive[-1]) for sample in alive):
+            raise StateError(
+                "The model is called with tensors that engine.split_sequence has not given out, and the batches that "
+                "it has split differ in length, documents or padding. Call the model with what it gave out, or split "
+                "each batch right before its forward."
+            )
+
+
+class _Running(threading.local):
+    """What of the model runs in this thread; autograd recomputes in threads of its own on devices."""
+
+    depth = 0
+    stack: ExitStack | None = None
+
+
+@contextmanager
+def _drawing_apart(place: int, device: torch.device) -> Iterator[None]:
+    """Inside, random numbers are those of `place`; see [Note: dropout]."""
+    (seed,) = torch.randint(2**62, (1,)).tolist()
+    is_host = device.type == "cpu"
+    devices = [] if is_host else [device.index or 0]
+    with torch.random.fork_rng(devices, device_type="cuda" if is_host else device.type):
+        torch.manual_seed((seed + place) % 2**63)
+        yield

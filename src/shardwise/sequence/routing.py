@@ -1,0 +1,120 @@
+"""Calls of torch's attention inside a model lead to ours, and to nobody else's.
+
+[Note: the seam] `torch.nn.functional.scaled_dot_product_attention` answers to torch's function modes, which hold for
+one thread and only while they are entered. So nothing of torch is replaced, whatever name a model imported it by, and
+models that are not split compute as before. The mode is entered by hooks on every module of the model, by the
+outermost that runs: that covers a call of the model, of a part of it, and a part that is recomputed in a backward.
+
+[Note: positions] A model that numbers its tokens by itself would begin at 0 on every rank. What gives it away is an
+`arange` over as many numbers as a rank has tokens, or a slice of so many rows from the start of a parameter or
+buffer. Models that take `position_ids`, as those of transformers, are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import ModelError
+from shardwise.runtime import in_backward
+from shardwise.sequence.attention import Attention
+
+Tensor = torch.Tensor
+_OTHER_ATTENTION: dict[Any, str] = {
+    functional.multi_head_attention_forward: "torch.nn.MultiheadAttention",
+    torch._native_multi_head_attention: "torch.nn.MultiheadAttention",
+    torch._transformer_encoder_layer_fwd: "torch.nn.TransformerEncoderLayer",
+}
+
+
+class Routing(TorchFunctionMode):
+    """Inside, torch's attention is the attention of split sequences."""
+
+    def __init__(self, attention: Attention, numbering: nn.Module | None) -> None:
+        """`numbering` is the model if it might number its tokens itself; see [Note: positions]."""
+        super().__init__()
+        self._attention = attention
+        self._numbering = numbering
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func in _OTHER_ATTENTION:
+            raise refused_attention(_OTHER_ATTENTION[func])
+        if self._numbering is not None and func in (torch.arange, Tensor.__getitem__):
+            self._check_positions(self._numbering, func, args)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,  # it is seen by the heads
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise ModelError(
+                f"The model gives scaled_dot_product_attention a mask of shape {list(attn_mask.shape)}, made for the "
+                f"tokens of this rank. Over a split sequence attention is told by is_causal what it may see, and by "
+                f"engine.split_sequence (attention_mask, documents) of padding and packed documents."
+            )
+        if query.dim() != 4:
+            raise ModelError(
+                f"scaled_dot_product_attention over a split sequence takes [batch, heads, tokens, dim], and the model "
+                f"gives it queries of shape {list(query.shape)}."
+            )
+        if not enable_gqa and key.shape[1] != query.shape[1]:
+            raise ModelError(
+                f"scaled_dot_product_attention was given {query.shape[1]} heads of queries and {key.shape[1]} of keys "
+                f"without enable_gqa=True."
+            )
+        return self._attention.attend(
+            query, key, value, is_causal=is_causal, scale=scale, dropout=dropout_p, recomputed=in_backward()
+        )
+
+    def _check_positions(self, model: nn.Module, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        sample = self._attention.sample
+        if sample is None:
+            return
+        if func is torch.arange:
+            numbers = [value for value in args if isinstance(value, int)]
+            if numbers in ([sample.layout.num_local], [0, sample.layout.num_local]):
+                raise _refused_positions("torch.arange over its tokens")
+        elif _begins_at_the_start(args[1], sample.layout.num_local) and _is_kept(args[0], model):
+            raise _refused_positions("the first rows of a parameter or buffer")
+
+
+def refused_attention(name: str) -> ModelError:
+    return ModelError(
+        f"{name} does not go through torch.nn.functional.scaled_dot_product_attention with the batch's tokens in "
+        f"sight, so its attention cannot be split over the sequence. Call that function in the model, or leave sp out "
+        f"of the mesh."
+    )
+
+
+def _is_kept(tensor: Tensor, model: nn.Module) -> bool:
+    return isinstance(tensor, nn.Parameter) or any(tensor is buffer for buffer in model.buffers())
+
+
+def _begins_at_the_start(index: Any, num_tokens: int) -> bool:
+    slices = [one for one in (index if isinstance(index, tuple) else (index,)) if isinstance(one, slice)]
+    return any(isinstance(one.stop, int) and one.stop == num_tokens and not one.start for one in slices)
+
+
+def _refused_positions(how: str) -> ModelError:
+    return ModelError(
+        f"The model numbers its tokens by itself ({how}), which would begin at 0 on every rank of a split sequence. "
+        f"Let its forward take position_ids, which engine.split_sequence cuts with the tokens, and look them up."
+    )

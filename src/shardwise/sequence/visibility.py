@@ -1,0 +1,57 @@
+"""Which token attends to which: causal order, windows, documents and padding, tile by tile of a large matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.sequence.layout import Run
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """What may be seen, by the tokens' places in the whole sample.
+
+    A token sees itself always, so that every row of a softmax has something. `window` is how many tokens are seen
+    under a causal mask, the token itself included. `documents`, int `[batch, tokens]`: only tokens of the same number
+    see each other. `kept`, bool `[batch, tokens]`: nobody else sees the others, which are padding.
+    """
+
+    is_causal: bool = True
+    window: int | None = None
+    documents: Tensor | None = None
+    kept: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is all, or all that came before."""
+        return self.window is None and self.documents is None and self.kept is None
+
+    def sees_nothing(self, queries: Run, keys: Run) -> bool:
+        """Whether no query sees any key, as far as the host knows."""
+        if self.is_causal and keys.start >= queries.stop:
+            return True
+        return self.window is not None and queries.start - (keys.stop - 1) >= self.window
+
+    def mask(self, queries: Run, keys: Run, device: torch.device) -> Tensor | None:
+        """What is seen, bool `[1 or batch, 1, queries, keys]`; `None` if it is everything."""
+        needs_causal = self.is_causal and keys.stop - 1 > queries.start
+        needs_window = self.window is not None and (queries.stop - 1) - keys.start >= self.window
+        if not (needs_causal or needs_window or self.documents is not None or self.kept is not None):
+            return None
+        at_query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        at_key = torch.arange(keys.start, keys.stop, device=device)[None, :]
+        seen = torch.ones(1, queries.numel, keys.numel, dtype=torch.bool, device=device)
+        if needs_causal:
+            seen = seen & (at_query >= at_key)
+        if needs_window and self.window is not None:
+            seen = seen & (at_query - at_key < self.window)
+        if self.documents is not None:
+            theirs = self.documents[:, None, keys.start : keys.stop]
+            seen = seen & (self.documents[:, queries.start : queries.stop, None] == theirs)
+        if self.kept is not None:
+            seen = seen & self.kept[:, None, keys.start : keys.stop]
+        return (seen | (at_query == at_key))[:, None]

@@ -1,0 +1,354 @@
+"""Batches cut for the ranks that share in a sequence, losses of unequal shares, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sequences import TOKENS, Batch, Gpt, assert_same, batches, split_run, whole_run
+from torch import nn
+from torch.nn import functional
+from twins import VOCAB, Transformer
+
+import shardwise as sw
+from shardwise.data import Loader
+from shardwise.errors import ConfigError, ModelError, ShardwiseError, StateError
+from shardwise.sequence.parallel import _drawing_apart
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+PLAN: dict[str, Any] = {"preset": "zero3", "mesh": {"sp": 2}}
+
+
+def on_two(work: Callable[[sw.Engine], Any], build: Callable[[], nn.Module] = Gpt, **more: Any) -> list[Any]:
+    """What `work` returns on each of two ranks that share in a sequence."""
+    replicas = [build() for _ in range(2)]
+
+    def rank(world: sw.World) -> Any:
+        with sw.shard(replicas[world.rank], {**PLAN, **more}, world=world) as engine:
+            return work(engine)
+
+    return run_ranks(2, rank)
+
+
+def counted_loss(model: Any, batch: Batch) -> Tensor:
+    """Labels of -100 do not count, and ranks have different numbers of them."""
+    losses = functional.cross_entropy(
+        model(batch["input_ids"], batch["position_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="none"
+    )
+    counted = batch["labels"].flatten() != -100
+    if isinstance(model, sw.Engine):
+        return model.mean_over_tokens(losses, counted)
+    return losses[counted].mean()
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS - 3])
+def test_the_loss_counts_tokens_once(attention: str, tokens: int) -> None:
+    """Those that do not count are on one rank mostly; and there are tokens behind the end that are nobody's."""
+    torch.manual_seed(0)
+    model, data = Gpt(), batches(2, tokens=tokens)
+    for batch in data:
+        batch["labels"] = batch["labels"].clone()
+        batch["labels"][:, 1:7] = -100
+    run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=counted_loss)
+    assert_same(run, whole_run(model, data, loss_of=counted_loss))
+
+
+def test_without_an_axis_sp_nothing_is_cut() -> None:
+    def rank(world: sw.World) -> None:
+        with sw.shard(Gpt(), {"preset": "zero3", "mesh": {"dp": 2, "sp": 1}}, world=world) as engine:
+            batch = batches(1)[0]
+            assert engine.split_sequence(batch) is batch
+            assert engine.data_ranks == (world.rank, 2)
+            assert engine.mean_over_tokens(torch.tensor([1.0, 2.0, 6.0])) == 3
+            assert engine.mean_over_tokens(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([True, False, True])) == 3.5
+            with pytest.raises(ConfigError, match="documents= is for plans that split sequences"):
+                engine.split_sequence(batch, documents=torch.zeros(4, TOKENS, dtype=torch.long))
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("attention", "order"), [("ulysses", [0, 1, 2, 3, 4, 5, 6, 7]), ("ring", [0, 1, 6, 7, 2, 3, 4, 5])]
+)
+def test_what_each_rank_gets(attention: str, order: list[int]) -> None:
+    tokens, per_row = torch.arange(16).view(2, 8), torch.tensor([5, 6])
+
+    def work(engine: sw.Engine) -> list[Tensor]:
+        alone = engine.split_sequence(tokens)
+        pair = engine.split_sequence((tokens, tokens + 100))
+        assert isinstance(pair, tuple)
+        named = engine.split_sequence({"input_ids": tokens, "rows": per_row, "name": "x", "labels": tokens})
+        assert torch.equal(pair[1], alone + 100)
+        assert torch.equal(named["input_ids"], alone)
+        assert torch.equal(named["labels"], alone)
+        assert (named["rows"] is per_row, named["name"]) == (True, "x")
+        padded = engine.split_sequence({"input_ids": tokens[:, :5], "labels": tokens[:, :5]})
+        return [alone, padded["labels"]]
+
+    parts = on_two(work, sequence={"attention": attention})
+    assert torch.cat([alone[0] for alone, _ in parts]).tolist() == order
+    together = torch.cat([labels for _, labels in parts], 1)
+    assert sorted(together[0].tolist()) == [-100] * (3 if attention == "ring" else 1) + [0, 1, 2, 3, 4]
+
+
+def test_documents_of_an_own_model() -> None:
+    """Two documents in a row are as if each were alone."""
+    torch.manual_seed(0)
+    model = Gpt()
+    tokens = torch.randint(0, VOCAB, (1, TOKENS))
+    positions = torch.cat([torch.arange(6), torch.arange(TOKENS - 6)])[None]
+    documents = torch.tensor([[0] * 6 + [1] * (TOKENS - 6)])
+    with torch.no_grad():
+        parts = [model(tokens[:, at], positions[:, at]) for at in (slice(0, 6), slice(6, TOKENS))]
+
+    def work(engine: sw.Engine) -> Tensor:
+        batch = tokens, positions
+        with torch.no_grad():
+            return engine(*engine.split_sequence(batch, documents=documents))
+
+    outputs = on_two(work, lambda: copy.deepcopy(model))
+    torch.testing.assert_close(torch.cat(outputs, 1), torch.cat(parts, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_loader_deals_by_data_axes() -> None:
+    """Ranks that share in a sequence read the same rows, and others other rows."""
+
+    def rank(world: sw.World) -> list[int]:
+        with sw.shard(Gpt(), {"preset": "zero1", "mesh": {"dp": 2, "sp": 2}}, world=world) as engine:
+            loader = Loader(range(8), batch_rows=4, world=engine.data_ranks)
+            return next(iter(loader)).tolist()
+
+    first, second, third, fourth = run_ranks(4, rank)
+    assert first == second != third == fourth
+    assert len({*first, *third}) == 4
+
+
+def test_ranks_with_other_samples_are_told() -> None:
+    def work(engine: sw.Engine) -> None:
+        batch = batches(1, seed=engine.world.rank)[0]
+        with pytest.raises(ConfigError) as caught:
+            engine.split_sequence(batch)
+        assert str(caught.value) == (
+            "Ranks 0 and 1 share in one sequence (axis 'sp'), but gave engine.split_sequence other samples: input_ids, "
+            "labels differ. Give both the same whole batch: deal batches out by engine.data_ranks, and split each once."
+        )
+
+    on_two(work)
+
+
+class Positions(nn.Module):
+    """Numbers its tokens by itself, in one of three ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(8, 8)
+        self.rows = nn.Parameter(torch.zeros(TOKENS, 8))
+        self.register_buffer("kept", torch.zeros(1, TOKENS, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        num_tokens = x.shape[1]
+        if self.how == "arange":
+            x = x + functional.embedding(torch.arange(num_tokens, device=x.device), self.rows)
+        elif self.how == "parameter":
+            x = x + self.rows[:num_tokens]
+        else:
+            x = x + self.kept[:, :num_tokens]
+        heads = self.linear(x)[:, None]
+        return functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("arange", "torch.arange"), ("parameter", "first rows"), ("buffer", "first rows")]
+)
+def test_a_model_that_numbers_its_tokens_is_told(how: str, said: str) -> None:
+    def work(engine: sw.Engine) -> None:
+        with pytest.raises(ModelError, match=f"numbers its tokens by itself .*{said}.*position_ids"):
+            engine(engine.split_sequence(torch.ones(2, TOKENS, 8)))
+
+    on_two(work, lambda: Positions(how), sequence={"attention": "ring"})
+    with pytest.raises(ModelError, match="numbers its tokens by itself"):
+        on_two(lambda engine: engine(*engine.split_sequence(2 * (torch.zeros(2, 6, dtype=torch.long),))), Transformer)
+
+
+class Attends(nn.Module):
+    """Calls attention as it is told to."""
+
+    def __init__(self, attend: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.attend = attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(self.linear(x).unflatten(-1, (2, 4)).transpose(1, 2))
+
+
+def sdpa(*args: Any, **kwargs: Any) -> Tensor:
+    return functional.scaled_dot_product_attention(*args, **kwargs)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "mask": (lambda x: sdpa(x, x, x, attn_mask=torch.ones(8, 8)), r"a mask of shape \[8, 8\]"),
+    "dims": (lambda x: sdpa(x[:, 0], x[:, 0], x[:, 0]), r"takes \[batch, heads, tokens, dim\]"),
+    "lengths": (lambda x: sdpa(x, x[:, :, :4], x[:, :, :4]), "Attention of 8 queries to 4 keys"),
+    "heads": (lambda x: sdpa(x, x[:, :1], x[:, :1]), "2 heads of queries and 1 of keys without enable_gqa"),
+    "none": (lambda x: x * 2, "without any attention that could be split"),
+    "by hand": (lambda x: (x @ x.transpose(-1, -2)).softmax(-1) @ x, "without any attention that could be split"),
+    "dtypes": (lambda x: sdpa(x, x.double(), x), "torch.float32 and torch.float64; make them one"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_attention_that_cannot_be_split_is_refused(what: str) -> None:
+    attend, message = REFUSED[what]
+
+    def work(engine: sw.Engine) -> None:
+        with pytest.raises(ModelError, match=message):
+            engine(engine.split_sequence(torch.ones(2, TOKENS, 8)))
+
+    on_two(work, lambda: Attends(attend))
+
+
+def test_a_batch_that_was_not_split_is_told() -> None:
+    def work(engine: sw.Engine) -> None:
+        batch = batches(1)[0]
+        with pytest.raises(StateError, match=r"Call batch = engine\.split_sequence\(batch\) before the forward"):
+            engine(batch["input_ids"], batch["position_ids"])
+        engine.split_sequence(batch)
+        with pytest.raises(ModelError, match=r"of 16 queries to 16 keys, but engine\.split_sequence gave this rank 8"):
+            engine(batch["input_ids"], batch["position_ids"])
+
+    on_two(work)
+
+
+ODD: dict[str, tuple[Any, str]] = {
+    "length": (torch.zeros(2, 7), "7 tokens do not divide into 2 parts for the 2 ranks of axis 'sp'"),
+    "kind": (3, "takes a tensor .* not a int"),
+    "rows": ((torch.zeros(2, 8), torch.zeros(2)), "has 8 tokens in the first and not in tensor 1"),
+    "no tokens": ({"rows": torch.zeros(3)}, "found no tensor"),
+    "mask": ({"input_ids": torch.zeros(2, 8), "attention_mask": torch.zeros(2, 1, 8, 8)}, r"attention_mask is \[2, 1"),
+    "positions": ({"input_ids": torch.zeros(2, 8), "position_ids": torch.zeros(3, 2, 8)}, r"position_ids is \[3, 2, 8"),
+    "unknown": ({"input_ids": torch.zeros(2, 7), "x": torch.zeros(2, 7)}, "what x would be padded with is not known"),
+}
+
+
+def test_batches_that_cannot_be_cut_are_refused() -> None:
+    def work(engine: sw.Engine) -> None:
+        for batch, message in ODD.values():
+            with pytest.raises(ConfigError, match=message):
+                engine.split_sequence(batch)
+        with pytest.raises(ConfigError, match=r"documents is torch.float32 \[2, 8\]"):
+            engine.split_sequence(torch.zeros(2, 8), documents=torch.zeros(2, 8))
+
+    on_two(work)
+
+
+def test_models_that_cannot_be_split_are_refused_and_left_as_they_were() -> None:
+    models: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+        "0 .MultiheadAttention. does not go through": (lambda: nn.Sequential(nn.MultiheadAttention(8, 2)), {}),
+        "0 is a LSTM, which reads neighbouring tokens": (lambda: nn.Sequential(nn.LSTM(8, 8)), {}),
+        "1 is a Conv1d": (lambda: nn.Sequential(nn.Conv1d(8, 8, 1), nn.Conv1d(8, 8, 3)), {}),
+        "compiles with 'eager' and splits sequences": (Gpt, {"compile": "eager"}),
+    }
+    for message, (build, more) in models.items():
+        replicas = [build() for _ in range(2)]
+        kept = copy.deepcopy(replicas[0].state_dict())
+        with pytest.raises(ShardwiseError, match=message):
+            run_ranks(2, lambda world: sw.shard(replicas[world.rank], {**PLAN, **more}, world=world))  # noqa: B023
+        assert all(torch.equal(value, kept[name]) for name, value in replicas[0].state_dict().items())
+        assert not any(module._forward_pre_hooks for module in replicas[0].modules())
+
+
+def test_ring_attention_has_no_dropout() -> None:
+    def work(engine: sw.Engine) -> None:
+        with pytest.raises(ModelError, match=r"Ring attention has no dropout, and this model asks for 0.5"):
+            engine(engine.split_sequence(torch.ones(2, TOKENS, 8)))
+
+    on_two(work, lambda: Attends(lambda x: sdpa(x, x, x, dropout_p=0.5)), sequence={"attention": "ring"})
+
+
+def test_ranks_that_are_seeded_alike_drop_other_tokens() -> None:
+    """And go on alike afterwards: the user's generator has moved by one number."""
+    drawn, left = [], []
+    for place in (0, 1, 1):
+        torch.manual_seed(7)
+        with _drawing_apart(place, torch.device("cpu")):
+            drawn.append(torch.rand(8))
+        left.append(torch.rand(4))
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[1], drawn[2])
+    assert torch.equal(left[0], left[1])
+
+
+def test_recomputing_the_forward_of_an_earlier_batch_is_refused() -> None:
+    """Its documents are not those of the batch that was split last."""
+    one, other = (torch.tensor([[0] * cut + [1] * (TOKENS - cut)]) for cut in (3, 9))
+
+    def work(engine: sw.Engine) -> None:
+        batch = batches(1, rows=1)[0]
+        tensors = batch["input_ids"], batch["position_ids"]
+        for _ in range(2):  # one after the other they go
+            for documents in (one, other):
+                engine(*engine.split_sequence(tensors, documents=documents)).sum().backward()
+        loss = engine(*engine.split_sequence(tensors, documents=one)).sum()
+        with torch.no_grad():
+            engine(*engine.split_sequence(tensors, documents=other))
+        loss.backward()
+        losses = [engine(*engine.split_sequence(tensors, documents=documents)).sum() for documents in (one, other)]
+        with pytest.raises(StateError, match="nobody knows which of them it is of"):
+            losses[0].backward()
+
+    on_two(work, lambda: Gpt(recomputes=True))
+
+
+def test_batches_may_be_split_before_others_are_computed() -> None:
+    """What the model is called with tells which one it is; where that is something else, they may not differ."""
+    one, other = (torch.tensor([[0] * cut + [1] * (TOKENS - cut)]) for cut in (3, 9))
+
+    def work(engine: sw.Engine) -> None:
+        batch = batches(1, rows=1)[0]
+        tensors = batch["input_ids"], batch["position_ids"]
+        with torch.no_grad():
+            alone = [engine(*engine.split_sequence(tensors, documents=documents)) for documents in (one, other)]
+            split = [engine.split_sequence(tensors, documents=documents) for documents in (one, other)]
+            for expected, (tokens, positions) in zip(alone, split, strict=True):
+                assert torch.equal(engine(tokens, positions), expected)
+            assert not torch.equal(*alone)
+            with pytest.raises(StateError, match=r"tensors that engine\.split_sequence has not given out"):
+                engine(tokens.clone(), positions.clone())
+            del split, tokens, positions
+            tokens, positions = engine.split_sequence(tensors, documents=other)
+            assert torch.equal(engine(tokens.clone(), positions.clone()), alone[1])
+
+    on_two(work, lambda: seeded(Gpt))
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build()
+
+
+def test_after_close_and_reshard_the_model_computes_by_itself() -> None:
+    torch.manual_seed(0)
+    model, batch = Gpt(), batches(1)[0]
+    expected = model(batch["input_ids"], batch["position_ids"])
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        replica = replicas[world.rank]
+        with sw.shard(replica, PLAN, world=world) as engine:
+            mine = engine.split_sequence(batch)
+            part = engine(mine["input_ids"], mine["position_ids"])
+            engine.reshard({"preset": "zero3", "mesh": {"dp": 2}})
+            whole = engine(batch["input_ids"], batch["position_ids"])
+            torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
+            engine.reshard({"preset": "zero1", "mesh": {"sp": 2}})
+            mine = engine.split_sequence(batch)
+            torch.testing.assert_close(engine(mine["input_ids"], mine["position_ids"]), part, rtol=1e-5, atol=1e-5)
+
+    run_ranks(2, rank)

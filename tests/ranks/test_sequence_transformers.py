@@ -1,0 +1,212 @@
+"""Models of transformers train with split sequences as they are, by their own loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sequences import TOKENS, Batch, assert_same, split_run, whole_run
+from small_transformers import VOCAB, gpt2, library, llama
+from torch import nn
+from twins import adamw
+
+import shardwise as sw
+from shardwise.errors import ModelError
+from shardwise.testing import run_ranks
+
+IGNORED = -100
+
+
+def own_loss(model: Any, batch: Batch) -> torch.Tensor:
+    return model(**batch, use_cache=False).loss
+
+
+def mistral() -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 5}
+    return library().MistralForCausalLM(library().MistralConfig(**sizes, **heads))
+
+
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def qwen3() -> nn.Module:
+    return library().Qwen3ForCausalLM(library().Qwen3Config(**SIZES, **HEADS, head_dim=8))
+
+
+def phi3() -> nn.Module:
+    return library().Phi3ForCausalLM(library().Phi3Config(**SIZES, **HEADS, pad_token_id=0))
+
+
+def opt() -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "dropout": 0.0}
+    return library().OPTForCausalLM(library().OPTConfig(**sizes, num_attention_heads=4, word_embed_proj_dim=32))
+
+
+def gemma2() -> nn.Module:
+    """Scores are capped, which only its eager attention does; every other layer has a window."""
+    settings = {"head_dim": 8, "attn_logit_softcapping": 0.5, "sliding_window": 5, "attn_implementation": "eager"}
+    return library().Gemma2ForCausalLM(library().Gemma2Config(**SIZES, **HEADS, **settings))
+
+
+def mixtral(**settings: Any) -> nn.Module:
+    return library().MixtralForCausalLM(library().MixtralConfig(**SIZES, **HEADS, num_local_experts=4, **settings))
+
+
+def batches(num_steps: int, *, tokens: int = TOKENS) -> list[Batch]:
+    """With labels that do not count, more of them at the end."""
+    numbers = torch.Generator().manual_seed(5)
+    drawn = [torch.randint(0, VOCAB, (4, tokens), generator=numbers) for _ in range(num_steps)]
+    made = [{"input_ids": one, "labels": one.clone()} for one in drawn]
+    for batch in made:
+        batch["labels"][:, :2] = IGNORED
+        batch["labels"][:, tokens - 4 :] = IGNORED
+    return made
+
+
+def built(build: Any) -> nn.Module:
+    library()
+    torch.manual_seed(0)
+    return build()
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("build", [llama, gpt2, mistral])
+def test_trains_as_the_whole_model(build: Any, attention: str) -> None:
+    model, data = built(build), batches(2)
+    run = split_run(model, data, "zero3", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
+    assert_same(run, whole_run(model, data, loss_of=own_loss))
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_with_padding_recomputing_and_tokens_that_do_not_divide(attention: str) -> None:
+    model = built(llama)
+    model.activation_checkpointing_enable()
+    model.train()
+    data = batches(2, tokens=15)
+    for batch in data:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, 9:] = 0
+        batch["labels"][1, 9:] = IGNORED
+    run = split_run(model, data, "zero2", {"sp": 4}, sequence={"attention": attention}, loss_of=own_loss)
+    assert_same(run, whole_run(model, data, loss_of=own_loss))
+
+
+@pytest.mark.parametrize("build", [qwen3, phi3, opt, gemma2, mixtral])
+def test_other_models(build: Any) -> None:
+    """Heads normalised by themselves, fused projections, learned positions, capped scores, experts."""
+    model, data = built(build), batches(1)
+    twin = whole_run(model, data, loss_of=own_loss)
+    for attention in ("ulysses", "ring"):
+        run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
+        assert_same(run, twin)
+
+
+def test_a_plain_loop_gives_whole_batches() -> None:
+    """Neither the model nor the loop knows; tokens by position or by name."""
+    model, data = built(llama), batches(2)
+    twin = whole_run(model, data, loss_of=own_loss)
+    replicas = [built(llama) for _ in range(4)]
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, torch.Tensor]]:
+        replica, losses = replicas[world.rank], []
+        optimizer = adamw(replica)
+        plan = {"preset": "zero3", "mesh": {"dp": 2, "sp": 2}}
+        with sw.shard(replica, plan, optimizer=optimizer, world=world) as engine:
+            share, num_shares = engine.data_ranks
+            for batch in data:
+                mine = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
+                loss = replica(mine["input_ids"], labels=mine["labels"]).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(engine.mean(loss.item()))
+            return losses, {name: value.clone() for name, value in engine.state_dict().items()}
+
+    for losses, params in run_ranks(4, rank):
+        assert losses == pytest.approx(twin.losses, rel=1e-5)
+        for name, value in twin.params.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_packed_documents(attention: str) -> None:
+    """Positions that begin anew begin a document, as in transformers itself."""
+    model, data = built(llama), batches(2)
+    for batch in data:
+        batch["position_ids"] = torch.cat([torch.arange(7), torch.arange(5), torch.arange(4)]).expand(4, -1)
+    run = split_run(model, data, "zero3", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
+    twin = whole_run(model, data, loss_of=own_loss)
+    assert_same(run, twin)
+    unpacked = [{name: batch[name] for name in ("input_ids", "labels")} for batch in data]
+    assert abs(twin.losses[0] - whole_run(model, unpacked, loss_of=own_loss).losses[0]) > 1e-4
+
+
+def test_in_bf16() -> None:
+    """Beside the same training without splitting, in the same precision: no further from it than bf16 rounds."""
+    model, data = built(llama), batches(2)
+    one = split_run(model, data, "zero3", {"dp": 1}, loss_of=own_loss, precision="bf16")
+    wide = whole_run(model, data, loss_of=own_loss)
+    apart = max(abs(a - b) for a, b in zip(one.losses, wide.losses, strict=True))
+    for attention in ("ulysses", "ring"):
+        plan = {"sequence": {"attention": attention}, "precision": "bf16"}
+        run = split_run(model, data, "zero3", {"sp": 2}, loss_of=own_loss, **plan)
+        assert max(abs(a - b) for a, b in zip(run.losses, one.losses, strict=True)) <= 3 * apart + 1e-3
+
+
+def test_generates_and_is_left_as_it_was() -> None:
+    """Inside of inference() a rank computes whole sequences, and after close the model has its own attention back."""
+    model, data = built(llama), batches(1)
+    prompt = data[0]["input_ids"][:1, :5]
+    with torch.no_grad():
+        expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    replicas = [built(llama) for _ in range(2)]
+
+    def rank(world: sw.World) -> str:
+        replica = replicas[world.rank]
+        with sw.shard(replica, {"preset": "zero3", "mesh": {"sp": 2}}, world=world) as engine:
+            for _ in range(2):
+                with engine.inference():
+                    assert torch.equal(replica.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+                own_loss(engine, engine.split_sequence(data[0])).backward()
+        return replica.config._attn_implementation
+
+    assert run_ranks(2, rank) == ["sdpa", "sdpa"]
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    def bert() -> nn.Module:
+        sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+        return library().BertForMaskedLM(library().BertConfig(**sizes, num_attention_heads=4))
+
+    def t5() -> nn.Module:
+        return library().T5ForConditionalGeneration(library().T5Config(vocab_size=VOCAB, d_model=32, num_layers=1))
+
+    cases: list[tuple[Any, str]] = [
+        (lambda: mixtral(output_router_logits=True), "MixtralForCausalLM adds a loss that balances its experts"),
+        (bert, "BertForMaskedLM is no causal language model that takes shift_labels"),
+        (t5, "T5ForConditionalGeneration .* Leave sp out of the mesh"),
+    ]
+    for build, message in cases:
+        replicas = [built(build) for _ in range(2)]
+
+        def rank(world: sw.World, replicas: list[nn.Module] = replicas) -> None:
+            replica = replicas[world.rank]
+            with sw.shard(replica, {"preset": "zero3", "mesh": {"sp": 2}}, world=world) as engine:
+                own_loss(engine, engine.split_sequence(batches(1)[0]))
+
+        with pytest.raises((ModelError, sw.ShardwiseError), match=message):
+            run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("mesh", [{"tp": 2, "sp": 2}, {"sp": 2, "tp": 2}], ids=["tp-sp", "sp-tp"])
+def test_beside_tensor_parallelism(mesh: dict[str, int], attention: str) -> None:
+    """Each rank has some of the tokens and some of the heads; of those Ulysses gives it fewer, for all tokens."""
+    model, data = built(llama), batches(3)
+    run = split_run(model, data, "zero1", mesh, sequence={"attention": attention}, loss_of=own_loss)
+    twin = whole_run(model, data, loss_of=own_loss)
+    run.grads, twin.grads = [], []  # on a rank those of its part; the norm and the updates tell of all
+    assert_same(run, twin)
