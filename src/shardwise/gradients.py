@@ -16,7 +16,7 @@ import torch
 
 from shardwise.errors import StateError
 from shardwise.optim import Piece
-from shardwise.precision import LossScaler, Norm, Verdict, clip, norm_of, norms_of, scale_gradients
+from shardwise.precision import LossScaler, Norm, Verdict, check_copies, clip, norm_of, norms_of, scale_gradients
 from shardwise.runtime import Agreement, Runner
 from shardwise.storage import Flat
 
@@ -27,8 +27,8 @@ Exchange = Callable[[bytes], list[bytes]]
 class Gradients:
     """Brings gradients home, and lets them be read, changed, clipped and zeroed. All ranks call every method.
 
-    `exchanges` are among all ranks, and among those that list the same parameters. `scaler` is asked anew each time,
-    since a checkpoint may bring another scale.
+    `exchanges` are among all ranks, among those that list the same parameters, and among those with the same parts.
+    `scaler` is asked anew each time, since a checkpoint may bring another scale.
     """
 
     def __init__(
@@ -37,14 +37,16 @@ class Gradients:
         agreement: Agreement,
         runner: Runner,
         verdict: Verdict,
-        exchanges: tuple[Exchange, Exchange],
+        exchanges: tuple[Exchange, Exchange, Exchange],
         scaler: Callable[[], LossScaler | None],
     ) -> None:
         self._flats = [flat for flat in flats if flat.spec.trainable]
         self._agreement = agreement
         self._runner = runner
         self._verdict = verdict
-        self._exchange, self._exchange_of_peers = exchanges
+        self._exchange, self._exchange_of_peers, self._exchange_of_data = exchanges
+        self._checks_copies = any(slot.is_copied for flat in self._flats for slot in flat.slots)
+        """Whether the first gradients are still to be compared between ranks that have copies of a parameter."""
         self._scaler = scaler
         self._zeroed_at = runner.passes.num_backwards
         """How many backwards had ended when gradients were zeroed last."""
@@ -128,6 +130,9 @@ class Gradients:
         self.is_taken = True
         if scaler is not None and self.exist():
             norm = self._unscaled(scaler.scale, float(norm))
+        if self._checks_copies and self.exist() and math.isfinite(float(norm)):
+            self._checks_copies = False
+            check_copies(self._flats, self._exchange_of_data, self._exchange_of_peers)
         self._norm = self._norm_before = norm
         self._prepared_at = self._moment()
 

@@ -130,7 +130,9 @@ class ShardedModel:
         closings = partial(exchange, subject="closings")
         runner = Runner(self.model, sharding.units, executor, closings, sharding.shared_buffers, settings)
         agreement = executor.agreement
-        exchanges = partial(world.exchange, subject="norms"), partial(self.peers.exchange, subject="norms")
+        groups_asked = (world.exchange, self.peers.exchange, exchange)
+        among_all, among_peers, among_data = (partial(asked, subject="norms") for asked in groups_asked)
+        exchanges = (among_all, among_peers, among_data)
         gradients = Gradients(flats, agreement, runner, verdict, exchanges, lambda: self.progress.scaler)
         access = Access(self.model, runner, flats, agreement, optimizer)
         owner = Owner(sharding.units, runner, agreement, access, gradients, self.before_change)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_devices import WHENS, Devices, When
 from safetensors.torch import save_file
 from split_models import TENSOR, Transformer, tokens
 from torch import nn
@@ -67,6 +68,7 @@ def sharded(
     dp: int = 2,
     tp: int = 2,
     shares_memory: bool = True,
+    devices: Devices | None = None,
     **plan: Any,
 ) -> list[dict[str, Any]]:
     models = [seeded(build) for _ in range(dp * tp)]
@@ -96,6 +98,8 @@ def sharded(
                 losses.append(engine.mean(total))
             return {"losses": losses, "norms": norms, "grads": grads, "params": engine.state_dict()}
 
+    if devices is not None:
+        return devices.run(dp * tp, rank)
     return run_ranks(dp * tp, rank, shares_memory=shares_memory)
 
 
@@ -144,6 +148,14 @@ def test_sequences_that_cannot_be_dealt_are_refused() -> None:
     uneven = [seeded(Uneven) for _ in range(2)]
     with pytest.raises(ModelError, match=r"tensor.sequence needs one list of blocks"):
         run_ranks(2, lambda world: sw.shard(uneven[world.rank], other, world=world))
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("tensor", [TENSOR, {**TENSOR, "sequence": True}], ids=["tensor", "sequence"])
+def test_on_devices_whenever_collectives_act(tensor: dict[str, Any], when: When) -> None:
+    devices = Devices(when)
+    assert_equal(sharded(Transformer, "zero3", tensor, devices=devices), plain(seeded(Transformer), 2))
+    assert devices.num_works == devices.num_waited
 
 
 def test_frozen_parts() -> None:
@@ -498,6 +510,12 @@ def test_ranks_that_share_a_sample_are_told_if_they_got_others() -> None:
         ModelError, match=r"Ranks \d and \d share each sample along tp, but were given different batches"
     ):
         run_ranks(4, rank)
+
+
+def test_what_works_on_parts_and_is_not_summed_is_found() -> None:
+    asked = {**UNEVEN, "plan": {name: rule for name, rule in UNEVEN["plan"].items() if name != "head_norm"}}
+    with pytest.raises(ModelError, match=r"The gradient of head_norm.(weight|bias) has norms from .* the style summed"):
+        sharded(Uneven, "zero1", asked, dp=1)
 
 
 def test_another_preset_on_the_way() -> None:

@@ -1,7 +1,7 @@
 """Along model axes ranks hold different parts of one model, and take the same decisions on the norm of all of it.
 
-The mesh is put in by hand: along `pp` each rank has a stage of its own and along `tp` copies of one model, no plan
-that splits anything is needed to see what they agree on.
+The mesh is put in by hand: along `pp` each rank has a stage of its own, and along `tp` a part of one layer and copies
+of the others.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def test_copies_count_once(preset: str, monkeypatch: pytest.MonkeyPatch) -> None
         plain = float(nn.utils.clip_grad_norm_(engine.module.parameters(), 1e9))
         return cubic, plain, float(engine.step() or 0.0)
 
-    told = on_mesh(COPIES, models, {"preset": preset}, monkeypatch, work)
+    plan = {"preset": preset, "tensor": {"plan": {"0": "column_gathered"}}}
+    told = on_mesh(COPIES, models, plan, monkeypatch, work)
     assert len(set(told)) == 1
     assert told[0] == pytest.approx((expected3, expected, expected), rel=1e-5)
 

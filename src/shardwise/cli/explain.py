@@ -85,20 +85,20 @@ def _explained(args: argparse.Namespace) -> Explanation:
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch needs a model: give --model FILE:CALLABLE too.")
-    units, sizes, activations = _units(args, plan, table, mesh)
-    subject = Subject(units, sizes, args.optimizer_states, args.optimizer, activations, args.batch)
+    units, sizes, activations, sent_bytes = _units(args, plan, table, mesh)
+    subject = Subject(units, sizes, args.optimizer_states, args.optimizer, activations, args.batch, sent_bytes)
     return explain(plan, mesh, table, known_from, subject)
 
 
 def _units(
     args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh
-) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...], Activations | None]:
-    """Units, their sizes, and the activations of a batch, if there is one."""
+) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...], Activations | None, int]:
+    """Units, their sizes, and of a batch, if there is one, the activations and the bytes of them that are sent."""
     if args.model is None:
-        return stand_in(table, mesh, args.optimizer), (), None
+        return stand_in(table, mesh, args.optimizer), (), None, 0
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     if args.batch is None:
-        return specs, sizes, None
-    return specs, sizes, model_file.activations_of(model, args.batch, plan, table, mesh)
+        return specs, sizes, None, 0
+    return specs, sizes, *model_file.activations_of(model, args.batch, plan, table, mesh)

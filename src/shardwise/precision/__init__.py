@@ -2,7 +2,7 @@
 
 from shardwise.precision.cast import cast_floating
 from shardwise.precision.late import LateFloat, Norm
-from shardwise.precision.norm import norm_of, norms_of
+from shardwise.precision.norm import check_copies, norm_of, norms_of
 from shardwise.precision.scaling import LossScaler
 from shardwise.precision.verdict import NoNews, Verdict, clip, scale_gradients
 
@@ -13,6 +13,7 @@ __all__ = [
     "Norm",
     "Verdict",
     "cast_floating",
+    "check_copies",
     "clip",
     "norm_of",
     "norms_of",

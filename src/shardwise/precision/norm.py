@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.precision.verdict import copies_of, due_parts
 from shardwise.storage import Flat
+
+Exchange = Callable[[bytes], list[bytes]]
+_APART = 1e-2
+"""Copies that compute the same round the same; gradients of parts of what is cut have nothing in common."""
 
 
 def norm_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes], list[bytes]]) -> float:
@@ -55,6 +59,24 @@ def norms_of(flats: Sequence[Flat], norm_type: float, exchange: Callable[[bytes]
     if is_largest:
         return [math.nan if any(map(math.isnan, every)) else max(every) for every in zip(*told, strict=True)]
     return [sum(every) ** (1 / norm_type) for every in zip(*told, strict=True)]
+
+
+def check_copies(flats: Sequence[Flat], among_data: Exchange, among_peers: Exchange) -> None:
+    """Raise `ModelError` on all ranks if copies of a parameter along a model axis have got different gradients.
+
+    `among_data` is among the ranks that have the same part of the model, `among_peers` among all that list it.
+    """
+    mine = norms_of(flats, 2.0, among_data)
+    told = [struct.unpack(f"<{len(mine)}d", message) for message in among_peers(struct.pack(f"<{len(mine)}d", *mine))]
+    slots = [slot for flat in flats for slot in flat.slots]
+    negligible = 1e-6 * math.hypot(*mine)
+    for slot, every in zip(slots, zip(*told, strict=True), strict=True):
+        if slot.is_copied and not slot.is_cut and max(every) - min(every) > _APART * max(every) + negligible:
+            raise ModelError(
+                f"The gradient of {slot.name} has norms from {min(every):.3g} to {max(every):.3g} on ranks that have "
+                f"copies of it. Either they were given different batches, or it works on what is cut: then give its "
+                f"module the style summed in tensor.plan."
+            )
 
 
 def _told(value: float, exchange: Callable[[bytes], list[bytes]]) -> list[float]:

@@ -1,5 +1,6 @@
 """Tensor parallelism: modules cut along one dimension, by ranks that share each sample (arXiv:1909.08053)."""
 
+from shardwise.tensor.design import split_for
 from shardwise.tensor.functions import (
     copy_to,
     gather_from,
@@ -13,7 +14,8 @@ from shardwise.tensor.line import Line
 from shardwise.tensor.loss import cross_entropy
 from shardwise.tensor.regions import Regions
 from shardwise.tensor.same_batch import SameBatch
-from shardwise.tensor.split import AXIS, Split, split_for
+from shardwise.tensor.shares import AXIS
+from shardwise.tensor.split import Split
 from shardwise.tensor.verify import Verifier
 
 __all__ = [

@@ -14,7 +14,8 @@ from shardwise.comm import DataGroup, World
 from shardwise.errors import ConfigError, ModelError
 from shardwise.runtime.hooks import tensors_in
 from shardwise.tensor.generators import draws
-from shardwise.tensor.split import AXIS, Split
+from shardwise.tensor.shares import AXIS
+from shardwise.tensor.split import Split
 
 Tensor = torch.Tensor
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
