@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +79,13 @@ def main() -> int:
 def build(args: argparse.Namespace, world: sw.World) -> Run:
     """Text, model, optimizer and schedule as in any script; then the engine that shards them."""
     plan = load_plan(args)
-    rows = batch_rows(args, world.size * plan.accumulate, world.size)
     corpus = Corpus.of_folder(Path(args.text), CORPUS_BYTES)
     torch.manual_seed(args.seed)
     model = ByteGPT(ModelSize(args.layers, args.width, args.heads, args.context))
     optimizer = torch.optim.AdamW(decay_groups(model, weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95))
     engine = sw.shard(model, plan, optimizer=optimizer, world=world)
+    dealt = engine.mesh.data_place(world.rank)
+    rows = batch_rows(args, dealt[1] * plan.accumulate, dealt[1])
     return Run(
         args=args,
         world=world,
@@ -98,12 +98,12 @@ def build(args: argparse.Namespace, world: sw.World) -> Run:
             pieces(corpus.train, args.context),
             batch_rows=rows,
             seed=args.seed,
-            world=world,
+            world=dealt,
             accumulate=plan.accumulate,
             steps=args.steps,
         ),
         validation=Loader(
-            pieces(corpus.validation, args.context), batch_rows=rows, world=world, steps=VALIDATION_BATCHES
+            pieces(corpus.validation, args.context), batch_rows=rows, world=dealt, steps=VALIDATION_BATCHES
         ),
     )
 
@@ -166,33 +166,30 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
 
 def train_step(run: Run, batches: Iterator[Tensor]) -> tuple[float, float | None]:
     """One optimizer step; the mean loss over all ranks, and the norm of the gradient if it is clipped."""
-    losses = []
-    for rows in islice(batches, run.plan.accumulate):
-        loss = run.engine(rows[:, :-1], rows[:, 1:])
-        run.engine.backward(loss)
-        losses.append(loss.item())
-    run.engine.step()
+    loss = run.engine.train_step((rows[:, :-1], rows[:, 1:]) for rows in batches)
     run.scheduler.step()
-    return run.engine.mean(sum(losses) / len(losses)), run.engine.gradient_norm
+    return run.engine.mean(loss.item()), run.engine.gradient_norm
 
 
 def validate(run: Run) -> float:
     """The mean loss over the same few batches of held-out files, every time."""
     run.validation.seek(0)
-    with torch.no_grad():
-        losses = [run.model(rows[:, :-1], rows[:, 1:]).item() for rows in run.validation]
+    losses = [run.engine.eval_step((rows[:, :-1], rows[:, 1:])).item() for rows in run.validation]
     return run.engine.mean(sum(losses) / len(losses))
 
 
 def finish(run: Run, stop: StopRequest, report: Report) -> int:
     """The curve, a sample of what the model writes, and the memory that all this took."""
     report.curve()
-    text = bytearray(PROMPT)
-    for byte in generate(run.model, PROMPT, SAMPLE_BYTES, TEMPERATURE, run.args.seed):
-        text.append(byte)
-        if run.engine.any_rank(stop.requested):
-            return interrupted(stop)
-    report.sample(bytes(text))
+    if "pp" in run.engine.mesh.axes:
+        report.note("No sample: no rank of a pipeline can run the model by itself.")
+    else:
+        text = bytearray(PROMPT)
+        for byte in generate(run.model, PROMPT, SAMPLE_BYTES, TEMPERATURE, run.args.seed):
+            text.append(byte)
+            if run.engine.any_rank(stop.requested):
+                return interrupted(stop)
+        report.sample(bytes(text))
     report.memory(run.engine.memory())
     return 0
 

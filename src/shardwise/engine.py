@@ -1,7 +1,7 @@
 """`shard` a model by a plan, and train it as before.
 
-`sharded_model.py` takes the steps, `engine_state.py` reads, writes and saves the state of a live engine (through
-`access.py` and `state.py`), and `report.py` has what people read.
+`sharded_model.py` takes the steps, `engine_training.py` whole ones with their micro-batches, `engine_state.py` reads,
+writes and saves the state of a live engine (through `access.py` and `state.py`), and `report.py` has what people read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from torch import nn
 from shardwise.checkpoint import Saver
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
-from shardwise.engine_state import EngineState, PlanLike
+from shardwise.engine_state import PlanLike
+from shardwise.engine_training import EngineTraining
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.init import Init, Wishes
 from shardwise.mesh import Mesh
+from shardwise.pipeline import PLAIN_LOOP
 from shardwise.placement import Table
 from shardwise.precision import LossScaler, Norm
 from shardwise.program import Footprint, render
@@ -94,7 +96,7 @@ def _several(optimizer: OneOrSeveral | None) -> tuple[torch.optim.Optimizer, ...
     return tuple(given)
 
 
-class Engine(EngineState):
+class Engine(EngineTraining):
     """A sharded model. Make one with `shard`."""
 
     def __init__(
@@ -175,6 +177,8 @@ class Engine(EngineState):
     def backward(self, loss: torch.Tensor) -> None:
         """Gradients of `loss`, a scalar on every rank, averaged over ranks and over the plan's `accumulate`."""
         self._require_open()
+        if self._sharded.pipeline is not None:
+            raise StateError(PLAIN_LOOP)
         self._sharded.backward(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -282,6 +286,7 @@ class Engine(EngineState):
         as many messages as there are such units in a forward, and the memory of two of them.
         """
         self._require_open()
+        self._sharded.refuse_stages("inference()", "engine.eval_step(batch) runs it without gradients.")
         num_bytes = parse_bytes(keep_bytes) if isinstance(keep_bytes, str) else keep_bytes
         return self._sharded.inference(num_bytes)
 
@@ -301,6 +306,7 @@ class Engine(EngineState):
         `ConfigError` for a plan that splits sequences.
         """
         self._require_open()
+        self._sharded.refuse_stages("rehearse()", "Rehearse it under a plan without the axis pp.")
         if self._sharded.sequence is not None:
             raise ConfigError("Activations of sequences that are split over several ranks are not rehearsed yet.")
         return rehearsed(self._sharded, batch, loss)

@@ -94,6 +94,7 @@ class EngineState:
         `ConfigError` for a plan that cannot be meant here; nothing has been changed then.
         """
         self._require_open()
+        self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
         self._sharded = reshard(self._sharded, load_plan(plan))
 
     def save_pretrained(
@@ -112,6 +113,7 @@ class EngineState:
         Raises `CheckpointError` on all ranks if `folder` is not empty and `overwrite` is not given.
         """
         self._require_open()
+        self._sharded.refuse_stages("save_pretrained()", "Save, then run: shardwise convert CHECKPOINT MODEL --to hf.")
         save_pretrained(
             self.module,
             self._sharded.access.kept_params(),
@@ -131,6 +133,7 @@ class EngineState:
         With `write` rank 0's edits are taken over by all ranks on leaving. All ranks enter and leave.
         """
         self._require_open()
+        self._sharded.refuse_stages("gathered()", "engine.get(name) and engine.set(name, value) reach every stage.")
         if write:
             self._state.saver.wait_for_copy()
         return self._sharded.access.gathered(names, write=write)
@@ -144,6 +147,8 @@ class EngineState:
         self._require_open()
         if what == "grad":
             self._sharded.gradients.prepare()
+        if self._sharded.pipeline is not None:
+            return self._sharded.pipeline.across.read(name, what, self._sharded.access)
         return self._sharded.access.read(name, what)
 
     def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
@@ -152,7 +157,8 @@ class EngineState:
         if what == "grad":
             self._sharded.gradients.prepare()
         self._state.saver.wait_for_copy()
-        self._sharded.access.write(name, value, what)
+        if self._sharded.pipeline is None or self._sharded.pipeline.across.takes(name, value, what):
+            self._sharded.access.write(name, value, what)
 
     def state_dict(self, *, rank_0_only: bool = False) -> dict[str, torch.Tensor]:
         """The plain model's `state_dict`, whole, on the CPU, for `model.load_state_dict` anywhere. All ranks call.
@@ -160,17 +166,24 @@ class EngineState:
         Unit by unit, so that no device holds more than one. Ranks other than 0 get `{}` if `rank_0_only`.
         """
         self._require_open()
-        return self._sharded.access.state_dict(on_rank=not rank_0_only or self.world.rank == 0)
+        on_rank = not rank_0_only or self.world.rank == 0
+        if self._sharded.pipeline is not None:
+            whole = self._sharded.pipeline.across.merged(self._sharded.access.state_dict())
+            return whole if on_rank else {}
+        return self._sharded.access.state_dict(on_rank=on_rank)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over a plain model's `state_dict`, the same on every rank. All ranks call."""
         self._require_open()
         self._state.saver.wait_for_copy()
+        if self._sharded.pipeline is not None:
+            state = self._sharded.pipeline.across.own_part(state)
         self._sharded.access.load_state_dict(state)
 
     def optimizer_state_dict(self, *, rank_0_only: bool = False) -> dict[str, Any]:
         """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""
         self._require_open()
+        self._sharded.refuse_stages("optimizer_state_dict()", "Checkpoints have the states: engine.save(folder).")
         return self._sharded.access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,6 +191,9 @@ class EngineState:
 
         `optimizer.load_state_dict` does the same."""
         self._require_open()
+        self._sharded.refuse_stages(
+            "load_optimizer_state_dict()", "Checkpoints have the states: engine.resume(folder)."
+        )
         self._sharded.require_optimizer().load_state_dict(state)
 
     def _require_open(self) -> None:

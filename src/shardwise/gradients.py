@@ -68,6 +68,8 @@ class Gradients:
         self._holds_more = False
         """Whether there are gradients that no backward has left: zeros, or what somebody assigned."""
         self._is_clipped_by_plan = False
+        self.is_of_stage = False
+        """Whether they are those of some stages of a pipeline, and others are elsewhere."""
         self.is_taken = True
         """Whether the step may be taken: no gradient has overflowed."""
         self.epoch = 0
@@ -83,6 +85,11 @@ class Gradients:
     def wait(self) -> bool:
         """Whether any that exist have not been used by a step yet. The same on all ranks; sends nothing."""
         return self.exist() and self._stepped_at != self._moment()
+
+    @property
+    def are_prepared(self) -> bool:
+        """Whether they have been brought to where the update needs them, with none that has come since."""
+        return self._prepared_at == self._moment()
 
     def note_step(self) -> None:
         """A step has used what there is."""
@@ -180,6 +187,11 @@ class Gradients:
 
     def norms(self, flat: Flat, index: int, norm_type: float) -> float:
         """The norm of one parameter's gradient. Those of all are worked out together, in one message."""
+        if self.is_of_stage:
+            raise StateError(
+                "A rank of a pipeline has the gradients of its own stages, so torch's clip_grad_norm_, or a sum of "
+                "norms, would take those for all. Use engine.clip_grad_norm_(max_norm), or clip_grad_norm in the plan."
+            )
         self.prepare()
         if norm_type not in self._norms:
             self._norms[norm_type] = norms_of(self._flats, norm_type, self._exchange_of_peers)

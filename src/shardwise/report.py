@@ -11,6 +11,7 @@ from pathlib import Path
 from shardwise.config import Plan
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
+from shardwise.program.schedule import picture, timed
 from shardwise.rehearsal import Loss, rehearse
 from shardwise.sharded_model import ShardedModel
 from shardwise.telemetry import write_trace
@@ -119,8 +120,19 @@ def describe(sharded: ShardedModel) -> str:
         *(f"  {unit.name:24} {_said_unit(unit.spec)}" for unit in units),
         "bytes of this rank, as promised",
         *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
+        *_said_stages(sharded),
     )
     return "\n".join(lines)
+
+
+def _said_stages(sharded: ShardedModel) -> list[str]:
+    """Who has which stage of a pipeline, and the grid of its schedule."""
+    if sharded.pipeline is None:
+        return []
+    layout = sharded.pipeline.layout
+    bubble = timed(layout.schedule).bubble
+    said = ["stages", *str(layout).splitlines(), f"schedule {layout.schedule.name}, {bubble:.0%} of it waiting"]
+    return [*said[:1], *(f"  {line}" for line in said[1:-1]), said[-1], *picture(layout.schedule).splitlines()]
 
 
 def _said_transports(sharded: ShardedModel) -> list[str]:

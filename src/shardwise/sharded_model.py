@@ -22,6 +22,7 @@ from shardwise.errors import StateError
 from shardwise.gradients import Gradients
 from shardwise.mesh import SEQUENCE_AXIS
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers, hyper_digest
+from shardwise.pipeline import Pipeline, SharedGradients
 from shardwise.precision import LossScaler, NoNews, Norm, Verdict, cast_floating
 from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner, Settings
 from shardwise.sequence import SequenceParallel
@@ -85,6 +86,9 @@ class ShardedModel:
         """The ranks that list the same parameters, those that a model axis cuts included."""
         self.progress = progress
         self.before_change = before_change
+        self.pipeline: Pipeline | None = None
+        self.shares_params = False
+        """Whether this rank has parameters that other stages of its pipeline have too."""
         self._num_micro_batches = 0
         self._hooks = ExitStack()
         self._parts: Parts | None = self._tied(sharding, optimizers)
@@ -117,6 +121,7 @@ class ShardedModel:
             peers=self.peers.group.ranks,
             stages=stages,
             must_know_norm=plan.precision == "fp16",
+            complete=self._shared_gradients(sharding, flats),
         )
         executor = Executor(flats, collectives, groups)
         executor.provide("verdict", lambda action: verdict.sum_over(action.over))
@@ -141,8 +146,24 @@ class ShardedModel:
         cast = self.model.register_forward_pre_hook(self._cast_inputs, prepend=True, with_kwargs=True)
         self._hooks.callback(cast.remove)
         self._hooks.callback(runner.remove)
+        if sharding.staged is not None:
+            self.pipeline = Pipeline(sharding.staged, world, self.mesh, sharding.device)
+            self.pipeline.attach()
+            if self.pipeline.halves_backwards:
+                runner.let_inputs_decide()
+            gradients.is_of_stage = True
+            world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
+            self._hooks.callback(self.pipeline.release)
         ledger, timeline = collectives.ledger, executor.timeline
         return Parts(sharding, flats, optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline)
+
+    def _shared_gradients(self, sharding: Sharding, flats: Sequence[Flat]) -> Callable[[], None] | None:
+        """What adds up gradients of parameters that lie on several stages of a pipeline, if this rank has any."""
+        if sharding.staged is None:
+            return None
+        shared = SharedGradients(sharding.staged, flats, self.world, self.mesh)
+        self.shares_params = bool(shared)
+        return shared.add_up if shared else None
 
     def _split_sequences(self, device: torch.device) -> SequenceParallel | None:
         """What leads the model's attention over the ranks that share in a sequence, if the mesh has such."""
@@ -235,9 +256,23 @@ class ShardedModel:
 
     # -- what a loop asks for ---------------------------------------------------------------------------
 
+    def refuse_stages(self, what: str, cure: str) -> None:
+        """Raise `StateError` if the model is cut into pipeline stages, for which there is no `what`."""
+        if self.pipeline is not None:
+            raise StateError(f"A model that is cut into pipeline stages has no {what} in this version. {cure}")
+
     def backward(self, loss: torch.Tensor) -> None:
         self.scale(loss / self.plan.accumulate).backward()  # type: ignore[no-untyped-call]  # torch's own
         self._num_micro_batches += 1
+
+    def note_step_complete(self) -> None:
+        """A pipeline has run all micro-batches of a step, whichever of its losses were this rank's."""
+        self._num_micro_batches = self.plan.accumulate
+
+    @property
+    def is_between_micro_batches(self) -> bool:
+        """Whether `backward` has been called for some micro-batches of a step, and not for all."""
+        return self._num_micro_batches % self.plan.accumulate > 0
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaler = self.progress.scaler
@@ -272,6 +307,7 @@ class ShardedModel:
 
     def _whole_state(self, member: torch.optim.Optimizer) -> dict[str, Any]:
         """`state_dict()` of one optimizer, as the plain one would return it."""
+        self.refuse_stages("optimizer.state_dict()", "Checkpoints have the states: engine.save(folder).")
         return self.access.optimizer_state_dict(member)
 
     @contextmanager

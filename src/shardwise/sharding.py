@@ -12,8 +12,10 @@ from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.errors import ConfigError, ModelError
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
-from shardwise.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, vet
+from shardwise.pipeline import AXIS as STAGES
+from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime import check_backend
@@ -40,6 +42,8 @@ class Sharding:
     meter: ByteMeter
     boxes: Boxes = field(default_factory=dict)
     """This rank's parts of parameters, where there is an axis that cuts or copies them."""
+    staged: StagedModel | None = None
+    """The stages of a pipeline that this rank has, if there is one."""
 
     @property
     def device(self) -> torch.device:
@@ -61,6 +65,25 @@ class Design:
     boxes: Boxes = field(repr=False)
     split: Split | None = field(repr=False, default=None)
     """How the model itself is to be cut."""
+    stages: StageLayout | None = None
+
+    def of_stages(self, staged: StagedModel) -> Design:
+        """What is left of it on a rank that has some stages of the model."""
+        own = staged.params
+        present = set(staged.model.modules())
+        choices = []
+        for choice in self.choices:
+            params = {name: param for name, param in choice.params.items() if param in own}
+            sites = tuple(site for site in choice.sites if site in present)
+            shared = {name: param for name, param in params.items() if len(staged.holders[name]) > 1}
+            alone = {name: param for name, param in params.items() if name not in shared}
+            if alone:
+                choices.append(replace(choice, params=alone, sites=sites))
+            if shared:  # see [Note: shared parameters] in pipeline/shared.py
+                name = f"{choice.name}+" if alone else choice.name
+                choices.append(replace(choice, name=name, params=shared, sites=sites))
+        rows = {param: row for param, row in self.rows.items() if param in own}
+        return replace(self, choices=choices, rows=rows, boxes={**self.boxes, **staged.boxes()})
 
     def carry_out(self, world: World, device: torch.device, updates: Updates) -> Sharding:
         """Make the flat buffers, to be filled by the caller. All ranks call."""
@@ -102,7 +125,14 @@ def design(model: nn.Module, plan: Plan, world: World, known: Boxes | None = Non
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
     split = split_of(model, plan, mesh, world.rank) if known is None else None
     boxes = boxes_for(model, mesh, world.rank, split) if known is None else known
-    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split)
+    stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
+    others = " and ".join(axis for axis in mesh.axes if axis in MODEL_AXES and axis != STAGES and mesh.size(axis) > 1)
+    if stages is not None and others:
+        raise ConfigError(
+            f"The mesh {mesh} splits the model along {STAGES} and {others}, but in this version stages go with "
+            f"data axes alone. Leave out either."
+        )
+    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split, stages)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
@@ -130,13 +160,21 @@ def lay(
     table_for(plan, mesh)  # of a plan that does not fit the world one should hear first
     check_device(model, world)
     updates = vet(optimizers, model)
-    check_same_everywhere(model, peers)
+    check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
     require_elementwise(model, designed, updates)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
-    sharding = designed.carry_out(world, values.device, updates)
+    staged = None
+    if designed.stages is not None:
+        world.collectives(values.device).prepare(mesh)
+        values.give_to_stages(world)
+        staged = StagedModel(model, designed.stages, mesh.coordinate(world.rank)[STAGES])
+        staged.take_from(optimizers)
+        designed = designed.of_stages(staged)
+        updates = {param: update for param, update in updates.items() if param in staged.params}
+    sharding = replace(designed.carry_out(world, values.device, updates), staged=staged)
     values.settle(sharding.units)
     if designed.split is not None:
         carry_out_split(model, designed.split, mesh, world, values.device)

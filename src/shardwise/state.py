@@ -10,6 +10,7 @@ from typing import Any
 from shardwise.access import with_extra_state
 from shardwise.checkpoint import (
     Content,
+    Entry,
     Keep,
     Loaded,
     Request,
@@ -28,7 +29,8 @@ from shardwise.config import Plan
 from shardwise.errors import ConfigError, StateError
 from shardwise.init import check_same_settings
 from shardwise.mesh import Mesh
-from shardwise.placement import mesh_for
+from shardwise.pipeline import StagedModel, has_pipeline
+from shardwise.placement import Span, mesh_for
 from shardwise.sharded_model import ShardedModel, scaler_for
 from shardwise.sharding import agree_on_generators, check_batch_norms, design, settings_of
 
@@ -113,7 +115,26 @@ class State:
 def content(sharded: ShardedModel) -> Content:
     """What a checkpoint holds of this rank, in live memory."""
     own_buffers = not sharded.plan.sync_buffers
-    return content_of(sharded.model, sharded.flats, sharded.optimizer, sharded.peers.place, own_buffers=own_buffers)
+    mine = content_of(sharded.model, sharded.flats, sharded.optimizer, sharded.peers.place, own_buffers=own_buffers)
+    staged = sharded.sharding.staged
+    return mine if staged is None else _of_stages(mine, staged)
+
+
+def _of_stages(content: Content, staged: StagedModel) -> Content:
+    """The content of a rank that has some stages: named like that of the whole model, and what several stages have
+    (shared parameters, buffers outside of all) written by the first of them."""
+
+    def is_written_here(entry: Entry) -> bool:
+        return staged.is_first_with(entry.name)
+
+    entries = [entry if is_written_here(entry) else replace(entry, written=Span(0, 0)) for entry in content.entries]
+    names = staged.group_names
+    groups = [{**group, "params": names[number]} for number, group in enumerate(content.groups)]
+    numbers = {name: kept for name, kept in content.numbers.items() if staged.is_first_with(name)}
+    whole = staged.whole
+    return replace(
+        content, entries=entries, groups=groups, numbers=numbers, shapes=dict(whole.shapes), ties=dict(whole.ties)
+    )
 
 
 def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
@@ -136,6 +157,10 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
 
     Refuses with `ConfigError` or `StateError`, before anything is changed.
     """
+    if has_pipeline(mesh_for(plan, sharded.world.size, sharded.world.local_size)):
+        raise ConfigError(
+            "reshard() cannot cut a live model into pipeline stages. Save, make an engine with this plan, and resume."
+        )
     model, world, progress = sharded.model, sharded.world, sharded.progress
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)

@@ -117,3 +117,19 @@ def _wait_for_steps(out: Path, steps: int, job: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
     job.kill()
     pytest.fail(f"no {steps} steps within 30 s: {job.communicate()[0]}")
+
+
+def test_a_pipeline_trains_it_to_the_same_losses_and_another_plan_goes_on(tmp_path: Path) -> None:
+    plan = tmp_path / "pp.yaml"
+    plan.write_text("preset: zero1\nmesh: {pp: 2}\naccumulate: 2\n")
+    same = ("--set", "precision=fp32", "--steps", "4", "--save-every", "4")
+    staged = run(tmp_path / "staged", "--plan", str(plan), *same)
+    assert staged.returncode == 0, staged.stderr
+    assert "No sample" in staged.stdout
+    alone = run(tmp_path / "alone", "--plan", "ddp", "--set", "accumulate=2", *same, nproc=1)
+    assert alone.returncode == 0, alone.stderr
+    for (step, loss), (_, expected) in zip(losses(tmp_path / "staged"), losses(tmp_path / "alone"), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5), step
+    more = run(tmp_path / "staged", "--plan", "zero3", "--steps", "5")
+    assert more.returncode == 0, more.stderr
+    assert "Going on after step 4 of 5" in more.stdout

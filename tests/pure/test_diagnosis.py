@@ -198,3 +198,16 @@ def test_reports_and_letters_survive_the_trip() -> None:
     error = overdue(late, report, 0, 600).error()
     assert (error.kind, error.ranks) == ("timeout", (2,))
     assert str(error).startswith("Timeout of 600 s: rank 2 has not been heard of yet")
+
+
+def test_stages_of_a_pipeline_may_go_other_ways() -> None:
+    """Ranks that wait for each other in a circle are not told that their ways part where they have other parts."""
+    there = {"stage 0": (("before forward h.0", "h.0"),), "stage 1": (("before forward h.3", "h.3"),)}
+    statuses = tuple(
+        Status(rank, state="waiting", path=PassPath(1, 0, moments, part))
+        for rank, (part, moments) in enumerate(there.items())
+    )
+    assert Circle(statuses).fault().kind == "deadlock"
+    same = tuple(replace(one, path=one.path._replace(part="")) for one in statuses)
+    assert Circle(same).fault().kind == "contradiction"
+    assert Status.from_json(statuses[1].to_json()) == statuses[1]

@@ -399,3 +399,21 @@ def test_torch_is_imported_for_a_model_alone() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_pipeline_is_shown_as_who_has_what_and_as_a_grid(
+    tmp_path: Path, model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "pp.yaml"
+    plan.write_text("preset: zero1\nmesh: {pp: 2, dp: 2}\naccumulate: 2\n")
+    shown = said(capsys, str(plan), "--world", "4", "--model", f"{model_file}:Tiny")
+    assert "pipeline, schedule 1f1b" in shown
+    assert "  pp 0: stage 0 (wte, h.0, h.1)\n  pp 1: stage 1 (h.2, head)\n" in shown
+    assert "  rank 0 | F0 F1  .  . B0 B0  . B1 B1\n  rank 1 |  . F0 B0 B0 F1 B1 B1  .  .\n" in shown
+    assert "33% of the time is spent waiting" in shown
+    told = as_json(capsys, str(plan), "--world", "4")
+    assert told["schedule"].startswith("1f1b: 2 ranks, 2 stages, 2 micro-batches\n")
+    assert told["bubble"] == pytest.approx(1 / 3)
+    assert "leave it out for a mesh with an axis pp" in refused(
+        str(plan), "--world", "4", "--model", "a:b", "--batch", "a:b"
+    )

@@ -69,6 +69,11 @@ class Devices:
             self._given.setdefault(key, {})[place] = tensors
             self._changed.notify_all()
 
+    def has_come(self, key: object) -> bool:
+        """Whether the first of them has given."""
+        with self._changed:
+            return 0 in self._given.get(key, {})
+
     def take(self, key: object, num_ranks: int) -> list[list[Tensor]]:
         """What all of them have given, by place; blocks until they have."""
         with self._changed:
@@ -165,6 +170,21 @@ class FakeGroups:
 
         return self._work("broadcast", group, sources, outs, act)
 
+    def send(self, tensor: Tensor, rank: int, group: Group) -> FakeWork:
+        """A message is a collective of two; those one way between two ranks come in the order of sending."""
+        return self._work("message", self._way(self.rank, rank, group), [tensor], [], None)
+
+    def receive(self, tensor: Tensor, rank: int, group: Group) -> FakeWork:
+        def act(given: list[list[Tensor]], _: int) -> None:
+            tensor.copy_(given[0][0])
+
+        return self._work("message", self._way(rank, self.rank, group), [], [tensor], act)
+
+    def _way(self, source: int, target: int, group: Group) -> Group:
+        """Two ranks of a line; the numbers of other collectives are not those of its messages."""
+        assert {source, target} <= set(group.ranks)
+        return Group((source, target), (group.number + 1) * 1000 + source)
+
     def abort(self, groups: Iterable[Group]) -> None:
         for group in groups:
             group.is_aborted = True
@@ -179,14 +199,17 @@ class FakeGroups:
         group: Group,
         sources: Sequence[Tensor],
         outs: Sequence[Tensor],
-        act: Callable[[list[list[Tensor]], int], object],
+        act: Callable[[list[list[Tensor]], int], object] | None,
     ) -> FakeWork:
         self._num_works[group.number] += 1
         # Lines of one number are of one axis: the ranks tell them apart.
         key = group.ranks, group.number, self._num_works[group.number], verb
         self.devices.count(self.devices.num_works, verb)
         work = FakeWork(self.devices, key, group.ranks.index(self.rank), list(sources), list(outs), act)
-        work.begin(at_once=self.devices.acts_at_issue(self.rank, self._num_works.total()))
+        at_once = self.devices.acts_at_issue(self.rank, self._num_works.total())
+        if verb == "message" and outs:  # the host goes on before it has been sent
+            at_once = at_once and self.devices.has_come(key)
+        work.begin(at_once=at_once)
         return work
 
 
@@ -199,7 +222,8 @@ class FakeWork:
     place: int
     sources: list[Tensor]
     outs: list[Tensor]
-    act: Callable[[list[list[Tensor]], int], object]
+    act: Callable[[list[list[Tensor]], int], object] | None
+    """`None` for what only gives, and need not wait for the others."""
     is_done: bool = False
     _kept: list[Tensor] = field(default_factory=list)
     _poisoned: list[Tensor] = field(default_factory=list)
@@ -231,9 +255,10 @@ class FakeWork:
                 raise Race(f"{self.key}: what is to be filled was freed on its way")
             if not part.isnan().all():
                 raise Race(f"{self.key}: what is to be filled was written to on its way")
-        given = self.devices.take(self.key, len(self.key[0]))
-        with torch.no_grad():
-            self.act(given, self.place)
+        if self.act is not None:
+            given = self.devices.take(self.key, len(self.key[0]))
+            with torch.no_grad():
+                self.act(given, self.place)
         self.is_done = True
 
     def _outside_of_sources(self, out: Tensor) -> list[Tensor]:

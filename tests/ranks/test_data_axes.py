@@ -25,7 +25,7 @@ from shardwise.storage import choose_units, tables_for
 from shardwise.storage.unit import unit_spec
 from shardwise.testing import run_ranks
 
-MESH = Mesh(("dp", "pp"), (2, 2))
+MESH = Mesh(("dp", "ep"), (2, 2))
 ONE_AXIS = sorted(name for name, preset in PRESETS.items() if len(preset.axes) == 1)
 NUM_STEPS = 3
 
@@ -128,7 +128,7 @@ def test_buffers_are_padded_for_the_ranks_that_share_them_and_each_element_is_wr
     assert flat.table.axes == ("dp",)
     slot = Slot("weight", (5, 5), 0)
     for place in range(2):
-        spans = [written_span(flat, slot, {"dp": dp, "pp": place}) for dp in range(2)]
-        kept = [kept_span(flat, slot, {"dp": dp, "pp": place}) for dp in range(2)]
+        spans = [written_span(flat, slot, {"dp": dp, "ep": place}) for dp in range(2)]
+        kept = [kept_span(flat, slot, {"dp": dp, "ep": place}) for dp in range(2)]
         assert sorted(index for span in spans for index in range(span.start, span.stop)) == list(range(25))
         assert spans == kept

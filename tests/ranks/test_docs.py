@@ -77,6 +77,11 @@ def an_engine(world: sw.World | None) -> Names:
     return trained(Small(), world)
 
 
+def a_model_in_stages(world: sw.World | None) -> Names:
+    model = Small()
+    return {"model": model, "optimizer": adamw(model), "world": world, "batch": torch.arange(8).reshape(8, 1)}
+
+
 def a_loop(world: sw.World | None) -> Names:
     names = trained(Small(), world)
     scheduler = torch.optim.lr_scheduler.ConstantLR(names["optimizer"])
@@ -187,6 +192,7 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/engine.md", 1): Setting(a_plain_loop, num_ranks=2, instead={'torch.load("weights.pt")': "weights"}),
     ("docs/faults.md", 0): Setting(),
     ("docs/launching.md", 0): Setting(a_script),
+    ("docs/pipeline.md", 0): Setting(a_model_in_stages, num_ranks=4),
     ("docs/optimizers.md", 0): Setting(),
     ("docs/optimizers.md", 1): Setting(a_plain_optimizer),
     ("docs/tensor-parallel.md", 0): Setting(

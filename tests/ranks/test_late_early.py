@@ -12,6 +12,7 @@ import torch
 from fake_devices import WHENS, Devices, FakeGroups, FakeWork, Race, When
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pipelined import Decoder, unsplit
 from test_random_models import PLANS, Drawn, Sketch, drawn_course, sketches
 from torch import nn
 from twins import (
@@ -392,3 +393,30 @@ def test_sums_are_made_in_the_dtype_in_which_they_are_kept(verb: str) -> None:
     rounded = torch.tensor(259.0).to(torch.bfloat16).item()  # what an all-reduce gives everybody
     for out in Devices("late").run(4, rank):
         assert set(out.tolist()) == {259.0 if verb == "reduce_scatter" else rounded}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("when", WHENS)
+def test_messages_between_stages_wait_for_what_they_bring(when: When, schedule: str) -> None:
+    """Activations and gradients of a pipeline: filled late, or at once, and never changed while they are sent."""
+    torch.manual_seed(0)
+    model = Decoder(tied=True)
+    data = batches(2, 8)
+    twin = unsplit(model, data, clip=0.5)
+    models = [copy.deepcopy(model) for _ in range(4)]
+    plan = {"preset": "zero3", "mesh": {"pp": 2, "dp": 2}, "accumulate": 2, "clip_grad_norm": 0.5}
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
+        mine = models[world.rank]
+        full = {**plan, "pipeline": {"schedule": schedule}}
+        with sw.shard(mine, full, optimizer=adamw(mine), world=world) as engine:
+            place, _ = engine.mesh.data_place(world.rank)
+            losses = [world.mean(engine.train_step((x.chunk(2)[place], y.chunk(2)[place])).item()) for x, y in data]
+            return losses, engine.state_dict()
+
+    devices = Devices(when)
+    for losses, params in devices.run(4, rank):
+        assert losses == pytest.approx(twin.losses, rel=1e-5)
+        for name, value in twin.params.items():
+            torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    assert devices.num_works["message"] == devices.num_waited["message"] > 0

@@ -1,6 +1,6 @@
 """Along model axes ranks hold different parts of one model, and take the same decisions on the norm of all of it.
 
-The mesh is put in by hand: along `pp` each rank has a stage of its own, and along `tp` a part of one layer and copies
+The mesh is put in by hand: along `ep` each rank has a stage of its own, and along `tp` a part of one layer and copies
 of the others.
 """
 
@@ -18,7 +18,7 @@ from shardwise import sharding
 from shardwise.mesh import Mesh
 from shardwise.testing import run_ranks
 
-STAGES = Mesh(("dp", "pp"), (2, 2))
+STAGES = Mesh(("dp", "ep"), (2, 2))
 COPIES = Mesh(("dp", "tp"), (2, 2))
 
 

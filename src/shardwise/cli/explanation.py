@@ -21,6 +21,7 @@ from shardwise.program import (
     straight_trace,
     update_by,
 )
+from shardwise.program.schedule import Schedule, schedule_of, timed
 
 NUM_STAND_INS = 4
 STAND_IN_SHAPE = (2**10, 2**10)
@@ -52,6 +53,8 @@ class Subject:
     batch: str | None = None
     activation_bytes: int = 0
     """What a rank sends of activations and their gradients, in a forward and backward on the batch."""
+    stages: str = ""
+    """Of a pipeline: which rank has which modules."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,12 @@ class Explanation:
     def rules(self) -> dict[str, Table]:
         """The tables of the plan's rules, by name."""
         return ruled_tables(self.plan, self.mesh)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The order of micro-batches, if the mesh has a pipeline."""
+        num_ranks = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)).get("pp", 1)
+        return schedule_of(self.plan, num_ranks) if num_ranks > 1 else None
 
     @property
     def program(self) -> str:
@@ -130,7 +139,7 @@ def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[Un
 
 def as_json(explained: Explanation) -> dict[str, Any]:
     """Everything as values that JSON has; bytes are per rank."""
-    table, subject = explained.table, explained.subject
+    table, subject, schedule = explained.table, explained.subject, explained.schedule
     return {
         "plan": {path: {"value": value, "from": origin} for path, value, origin in plan_table(explained.plan)},
         "mesh": dict(zip(explained.mesh.axes, explained.mesh.sizes, strict=True)),
@@ -149,6 +158,8 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "sent_bytes_per_step": explained.sent_bytes,
         "sent_bytes_by_axis": explained.sent_by_axis,
         "program": explained.program,
+        **({} if schedule is None else {"schedule": str(schedule), "bubble": timed(schedule).bubble}),
+        **({"stages": subject.stages.splitlines()} if subject.stages else {}),
     }
 
 

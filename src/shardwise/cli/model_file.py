@@ -22,6 +22,7 @@ from shardwise.devices import TorchAccelerator
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hidden_matrices
+from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import rehearse
@@ -45,10 +46,30 @@ def units_of(
     return tuple(spec for _, spec in kept), tuple(_size(choice) for choice, _ in kept)
 
 
+def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
+    """Which rank along the pipeline has which modules, a line for each; "" without a pipeline."""
+    return str(stage_layout(model, plan, mesh)) if has_pipeline(mesh) else ""
+
+
 def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
-    """Units as rank 0 has them, which has no less than any other."""
+    """Units as rank 0 has them, which has no less than any other; under a pipeline, as the one with most parameters."""
+    choices = choose_units(model, plan)
+    if has_pipeline(mesh):
+        return _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
     boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0))
-    return [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
+    return [replace(choice, boxes=boxes) for choice in choices]
+
+
+def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
+    """What of the units lies on the pipeline rank that has most parameters."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    held = [
+        {param for stage in layout.at(place) for name in layout.stages[stage] for param in modules[name].parameters()}
+        for place in range(layout.num_ranks)
+    ]
+    most = max(held, key=lambda params: sum(param.numel() for param in params))
+    own = [replace(one, params={name: param for name, param in one.params.items() if param in most}) for one in choices]
+    return [one for one in own if one.params]
 
 
 class _CountsAnew:

@@ -16,6 +16,7 @@ from shardwise.config import Plan, plan_table
 from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS
 from shardwise.placement import KINDS, PRESETS, Place, Table
 from shardwise.program import OPTIMIZERS, shortened
+from shardwise.program.schedule import Schedule, most_in_flight, picture, timed
 from shardwise.units import format_bytes, format_count
 
 MAX_UNITS = 16
@@ -44,6 +45,10 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     _section(console, "table", _table_grid(explained.table), _below_rows(explained))
     for name, table in explained.rules.items():
         _section(console, f"table under the rule {name!r}", _table_grid(table), Text(f"computes in {table.compute}"))
+    if explained.schedule is not None:
+        _section(console, f"pipeline, schedule {explained.schedule.name}")
+        for line in _pipeline_lines(explained.schedule, explained):
+            console.print(Text(f"  {line}"), soft_wrap=True)
     _section(console, "units", *_units_lines(explained))
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
     attention = [Text(explained.attention, "dim")] if explained.attention else []
@@ -53,6 +58,17 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     for line in text.splitlines():
         style = "dim" if line.lstrip().startswith("#") else "" if line[0] == " " else "cyan"
         console.print(Text(f"  {line}", style), soft_wrap=True)
+
+
+def _pipeline_lines(schedule: Schedule, explained: Explanation) -> Iterator[str]:
+    """Who has what, and the grid: a backward drawn twice as long as a forward."""
+    yield from explained.subject.stages.splitlines()
+    yield from picture(schedule).splitlines()
+    most = max(most_in_flight(schedule, rank) for rank in range(schedule.num_ranks))
+    waiting = f"{timed(schedule).bubble:.0%} of the time is spent waiting"
+    yield f"{waiting}; on no rank do more than {most} forwards wait for their backward"
+    if explained.subject.sizes:
+        yield "What follows is of the pipeline rank with most parameters."
 
 
 def print_presets(console: Console) -> None:
@@ -118,6 +134,8 @@ def _says_nothing(path: str, value: object, plan: Plan) -> bool:
     """Whether a default need not be shown: what is left as it is, and what does not apply."""
     if path.startswith("loss_scale."):
         return plan.precision != "fp16"
+    if path.startswith("pipeline.") and "pp" not in (plan.mesh or {}):
+        return True
     if path.startswith("sequence."):
         return SEQUENCE_AXIS not in (plan.mesh or {})
     if path.startswith("tensor."):

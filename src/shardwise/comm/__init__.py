@@ -4,7 +4,7 @@ from shardwise.comm.board import last_words
 from shardwise.comm.collectives import Buffers, Collectives, Communicator
 from shardwise.comm.data_group import DataGroup
 from shardwise.comm.device_collectives import DeviceCollectives
-from shardwise.comm.group import Group
+from shardwise.comm.group import Group, link_between
 from shardwise.comm.journal import Journal
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import Pairwise, Transport
@@ -38,5 +38,6 @@ __all__ = [
     "Work",
     "World",
     "last_words",
+    "link_between",
     "sum_small",
 ]

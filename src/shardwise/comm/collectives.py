@@ -22,12 +22,12 @@ Tensor = torch.Tensor
 
 
 class Collectives(Protocol):
-    """Collectives over the ranks of a group, in six verbs.
+    """Collectives over the ranks of a group, and messages from one rank to another.
 
     Every rank of the group calls, in the same order. Each call returns at once; the tensors it was given
     belong to it until `wait` returns. All tensors are one-dimensional and contiguous, and their length is
-    a multiple of the group's size, except for `broadcast` and `all_to_all`. `subject` says what is sent, such as the
-    name of a flat buffer: ranks that name different ones are told that they contradict each other.
+    a multiple of the group's size, except for `broadcast`, `all_to_all` and messages. `subject` says what is sent, such
+    as the name of a flat buffer: ranks that name different ones are told that they contradict each other.
     """
 
     ledger: Ledger
@@ -61,6 +61,14 @@ class Collectives(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int, group: Group, subject: str) -> Work:
         """Give all ranks of the group what the rank `root` (a rank of the world) has, in place."""
+        ...
+
+    def send(self, tensor: Tensor, link: Group, subject: str) -> Work:
+        """Give the last rank of `link` (see `link_between`) this first one's `tensor`."""
+        ...
+
+    def receive(self, tensor: Tensor, link: Group, subject: str) -> Work:
+        """Fill `tensor` with what the first rank of `link` sends. Messages of a link arrive in the order of sending."""
         ...
 
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:

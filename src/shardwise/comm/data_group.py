@@ -31,7 +31,9 @@ class DataGroup:
         self.group = world.everybody
         self.exchange: Exchange = world.exchange
         """Everybody's message, by place in the group. All of it call, with the same `subject`; blocks."""
+        self._lines: tuple[Group, ...] = (self.group,)
         if len(ranks) < world.size:
+            self._lines = tuple(world.group(mesh, axis) for axis in along if mesh.size(axis) > 1)
             self.group = Group("+".join(along), ranks, ranks.index(world.rank))
             self.exchange = partial(_exchange, world, self.group)
 
@@ -54,7 +56,9 @@ class DataGroup:
 
     def broadcast(self, tensor: torch.Tensor, subject: str) -> None:
         """Give all ranks of the group the first one's `tensor`, one-dimensional and contiguous, in place; blocks."""
-        self._world.collectives(tensor.device).broadcast(tensor, self.rank_at(0), self.group, subject).wait()
+        collectives = self._world.collectives(tensor.device)
+        for group in self._lines:  # one axis after the other: there are communicators for those
+            collectives.broadcast(tensor, group.ranks[0], group, subject).wait()
 
 
 def _exchange(world: World, group: Group, message: bytes, subject: str = "message") -> list[bytes]:

@@ -61,6 +61,8 @@ class DeviceCollectives:
         self._world_size = world_size
         self._marker = _Marker(device)
         self._lines: dict[str, _OneWay] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}
+        """Of each line that has been made."""
         self._made: set[tuple[int, int]] = set()
         """Axes whose lines have been made, each by size and stride; see [Note: lines of a mesh]."""
         self._stream: Stream | None = None
@@ -71,7 +73,9 @@ class DeviceCollectives:
             for axis in mesh.axes:
                 key = mesh.size(axis), mesh.stride(axis)
                 if mesh.size(axis) > 1 and key not in self._made:
-                    self._lines[line_of(mesh.group(self._rank, axis))] = _OneWay(
+                    ranks = mesh.group(self._rank, axis)
+                    self._ranks[line_of(ranks)] = ranks
+                    self._lines[line_of(ranks)] = _OneWay(
                         gathers=self._line(mesh, axis), reductions=self._line(mesh, axis)
                     )
                     self._made.add(key)
@@ -152,6 +156,28 @@ class DeviceCollectives:
         is_world = len(group.ranks) == self._world_size
         by_group = self._groups.world() if is_world else self._line_of(group).gathers
         return self._started(entry, group, lambda by: by.broadcast(tensor, root, by_group))
+
+    def send(self, tensor: Tensor, link: Group, subject: str) -> Work:
+        entry = self._enter("message", link, tensor.numel(), tensor.dtype, subject)
+        self.ledger.called("send", link.axis)
+        self.ledger.sent("send", link.axis, tensor.nbytes)
+        by_group = self._way(link)
+        return self._started(entry, link, lambda by: by.send(tensor, link.ranks[1], by_group))
+
+    def receive(self, tensor: Tensor, link: Group, subject: str) -> Work:
+        entry = self._enter("message", link, tensor.numel(), tensor.dtype, subject)
+        self.ledger.called("receive", link.axis)
+        by_group = self._way(link)
+        return self._started(entry, link, lambda by: by.receive(tensor, link.ranks[0], by_group))
+
+    def _way(self, link: Group) -> ProcessGroup:
+        """[Note: ways] A backend queues the messages between two ranks one behind the other, both ways alike, and two
+        ranks that each begin with a message to the other would wait for ever. So each way has a communicator: up the
+        ranks that of gathers, down that of reductions; links join ranks of one line along an axis."""
+        source, target = link.ranks
+        lines = [line for line, ranks in self._ranks.items() if source in ranks and target in ranks]
+        line = self._lines[min(lines, key=lambda line: len(self._ranks[line]))]
+        return line.gathers if source < target else line.reductions
 
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         return self._host.exchange(message, group, subject)

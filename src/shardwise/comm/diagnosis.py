@@ -225,7 +225,7 @@ def _parting(statuses: Sequence[Status]) -> _Parting | None:
     """Where ranks that are in one pass have come to different moments, as far as that is remembered."""
     by_rank = {status.rank: status for status in statuses}
     paths = {rank: status.path for rank, status in by_rank.items()}
-    if len({path.num_passes for path in paths.values()}) != 1:
+    if len({(path.num_passes, path.part) for path in paths.values()}) != 1:
         return None
     start = max(path.start for path in paths.values())
     stop = min(path.start + len(path.moments) for path in paths.values())

@@ -19,6 +19,8 @@ class Group:
     axis: str
     ranks: tuple[int, ...]
     index: int
+    is_link: bool = False
+    """Whether it is the way of messages from the first rank to the last; see `link_between`."""
     others: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     """Place and rank of the others, beginning with the right-hand neighbour."""
     line: str = field(init=False, repr=False, compare=False)
@@ -33,6 +35,14 @@ class Group:
         object.__setattr__(self, "others", tuple((place, self.ranks[place]) for place in places))
         object.__setattr__(self, "line", line)
         object.__setattr__(self, "name", f"{self.axis} {line}")
+
+
+def link_between(axis: str, source: int, target: int, rank: int, name: str) -> Group:
+    """The way of messages from `source` to `target`, of which this `rank` is one; they lie along `axis`.
+
+    A line of its own in the journal: nothing that other ranks do, or that goes the other way, is counted along it.
+    """
+    return Group(f"{axis}:{name}", (source, target), int(rank == target), is_link=True)
 
 
 def line_of(ranks: Sequence[int]) -> str:

@@ -12,6 +12,10 @@ recorded order, and gathers just in time what others gather ahead, still sends t
 What sends nothing by itself, but has to be the same on all ranks, can be marked (`Journal.mark`). A mark goes into the
 tags of all that this rank enters afterwards, along any line, so that the next collective tells a rank that has not
 done the same.
+
+[Note: links] A message from one stage of a pipeline to the next is entered by two ranks only, each at another point of
+its own step: one of them may have run more backwards by then, and marks are not in one order with it. So neither goes
+into the tags of a link, which are made of its own messages alone.
 """
 
 from __future__ import annotations
@@ -91,6 +95,8 @@ class Journal:
         self.num_backwards = 0
         """Backwards since the last optimizer step. Part of the tag: where gradients wait at home until the step, a
         backward left out would go unnoticed otherwise."""
+        self.part = ""
+        """Of a model whose parts lie on different ranks, such as stages of a pipeline, what this rank has."""
         self.error = ""
         """The exception that cut the last forward short, in words."""
         self.waiting: Entry | None = None
@@ -132,10 +138,14 @@ class Journal:
             code = self._codes[verb, subject, dtype] = zlib.crc32(f"{verb} {subject} {dtype}".encode())
         number = line.count + 1
         marked = self._marked
-        if line.axis not in self.whole_model_axes:
+        marks: tuple[str, ...] = ()
+        if group.is_link:  # see [Note: links]
+            marked = 0
+        elif line.axis not in self.whole_model_axes:
             marked += self._marked_of_part + self.num_backwards * 7_919
         tag = (line.tag * 1_000_003 + code + numel + marked) & _TAGS
-        marks = self._marks_since(line) if line.num_marks != self._num_marks else ()
+        if line.num_marks != self._num_marks and not group.is_link:
+            marks = self._marks_since(line)
         line.recent.append((number, tag, action, call, numel, self.num_backwards, marks))
         line.tag, line.count = tag, number
         return Entry(line, number, tag)
@@ -238,7 +248,7 @@ class Journal:
         trace = self._trace
         start = max(0, len(trace) - _NUM_MOMENTS)
         moments = tuple((str(moment), moment.unit) for moment in trace[start : start + _NUM_MOMENTS])
-        return PassPath(self._num_passes, start, moments)
+        return PassPath(self._num_passes, start, moments, self.part)
 
 
 def in_words(error: BaseException) -> str:

@@ -109,6 +109,17 @@ class Pairwise:
             works += [self._send(tensor, rank, entry.tag) for rank in group.ranks if rank != root]
         return Awaited(self.journal, entry, Pending(works))
 
+    def send(self, tensor: Tensor, link: Group, subject: str) -> Work:
+        self.ledger.called("send", link.axis)
+        entry = self.journal.enter("message", link, tensor.numel(), tensor.dtype, subject)
+        self.ledger.sent("send", link.axis, tensor.nbytes)
+        return Awaited(self.journal, entry, self._send(tensor, link.ranks[1], entry.tag))
+
+    def receive(self, tensor: Tensor, link: Group, subject: str) -> Work:
+        self.ledger.called("receive", link.axis)
+        entry = self.journal.enter("message", link, tensor.numel(), tensor.dtype, subject)
+        return Awaited(self.journal, entry, self._receive(tensor, link.ranks[0], entry.tag))
+
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         return exchange(message, group, lambda full: self._gather("exchange", full, group, subject).wait())
 

@@ -65,6 +65,10 @@ class ProcessGroups(Protocol):
 
     def broadcast(self, tensor: Tensor, root: int, group: ProcessGroup) -> TorchWork: ...
 
+    def send(self, tensor: Tensor, rank: int, group: ProcessGroup) -> TorchWork: ...
+
+    def receive(self, tensor: Tensor, rank: int, group: ProcessGroup) -> TorchWork: ...
+
     def abort(self, groups: Iterable[ProcessGroup]) -> None:
         """End all that is queued on any of them, with undefined content. From any thread."""
         ...
@@ -126,6 +130,16 @@ class TorchGroups:
 
     def broadcast(self, tensor: Tensor, root: int, group: ProcessGroup) -> TorchWork:
         work: TorchWork = dist.broadcast(tensor, root, group=group, async_op=True)
+        return work
+
+    def send(self, tensor: Tensor, rank: int, group: ProcessGroup) -> TorchWork:
+        work = dist.isend(tensor, rank, group=group)
+        assert work is not None  # this rank is of the group
+        return work
+
+    def receive(self, tensor: Tensor, rank: int, group: ProcessGroup) -> TorchWork:
+        work = dist.irecv(tensor, rank, group=group)
+        assert work is not None
         return work
 
     def abort(self, groups: Iterable[ProcessGroup]) -> None:

@@ -43,6 +43,8 @@ class PassPath(NamedTuple):
     start: int = 0
     moments: tuple[tuple[str, str], ...] = ()
     """Each with its unit, or `""`."""
+    part: str = ""
+    """Which part of the model; ranks with another go other ways."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,8 @@ class Status:
             name: Track(count, tuple(Entered(*entered)._replace(marks=tuple(entered[5])) for entered in recent))
             for name, (count, recent) in plain["tracks"].items()
         }
-        num_passes, start, moments = plain["path"]
-        plain["path"] = PassPath(num_passes, start, tuple((moment, unit) for moment, unit in moments))
+        num_passes, start, moments, part = plain["path"]
+        plain["path"] = PassPath(num_passes, start, tuple((moment, unit) for moment, unit in moments), part)
         return cls(**plain)
 
     def __str__(self) -> str:

@@ -29,6 +29,10 @@ def _names(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _nested(value: object) -> object:
+    return tuple(map(_names, value)) if isinstance(value, list | tuple) else value
+
+
 def _one_rule(rule: dict[str, str | int]) -> dict[str, str | int]:
     counts = [rule.get(key, 1) for key in ("min_numel", "together")]
     is_either = ("class" in rule) != ("min_numel" in rule) and isinstance(rule.get("class", ""), str)
@@ -41,6 +45,7 @@ def _one_rule(rule: dict[str, str | int]) -> dict[str, str | int]:
 
 # The inner descriptions are how an error and the schema's table say the type in words.
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0, description="bytes such as 64M or 4096")]
+Stages = Annotated[tuple[tuple[str, ...], ...], BeforeValidator(_nested), Field(description="a list of lists of names")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Field(description="a list of names")]
 UnitRule = Annotated[
     dict[Literal["class", "min_numel", "together"], str | int],
@@ -144,6 +149,19 @@ class LossScale(Strict):
     minimum: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="what it never falls below")
 
 
+class Pipeline(Strict):
+    """How the model is cut into stages along the mesh axis `pp`, if there is one."""
+
+    schedule: str = Field(default="1f1b", description="gpipe, 1f1b, interleaved or zb-h1: the order of micro-batches")
+    virtual_stages: int | None = Field(
+        default=None, ge=1, description="stages on each rank; default: 2 for interleaved, else 1"
+    )
+    stages: Literal["auto"] | Stages = Field(
+        default="auto",
+        description="auto (even by parameters), or a list of the module names (h.*) of each stage, in forward order",
+    )
+
+
 class TensorParallel(Strict):
     """How the mesh axis `tp` cuts a model."""
 
@@ -194,6 +212,7 @@ class Plan(Strict):
         default=None, description="backend of torch.compile for each unit, such as inductor; default: not compiled"
     )
     accumulate: int = Field(default=1, ge=1, description="micro-batches per optimizer step")
+    pipeline: Pipeline = Field(default=Pipeline(), description="stages and schedule, for a mesh with an axis pp")
     clip_grad_norm: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="largest global 2-norm of the gradient"
     )

@@ -58,7 +58,30 @@ class FirstValues:
             raise ModelError("init= is for models on the meta device, and this one has values already; leave it out.")
         asked = None if wishes.device is None else world.rank_device.resolve(wishes.device)
         self.device = asked or (world.device if self._is_meta or self._is_deferred else own_device)
+        self._has_begun = False
         self._replayed: tuple[Origin, torch.UntypedStorage] | None = None
+
+    def give_to_stages(self, world: World) -> None:
+        """Before ranks let go of the stages of a pipeline that they have not got: rank 0's values to all of the world.
+
+        Raises `ModelError` if ranks would make others of a model that has no values yet. All ranks call.
+        """
+        if self._is_meta or self._is_deferred or self._match is not None:
+            self._begin()  # while the model is whole: initialisers draw one after the other
+            if len(set(world.exchange(self._digest(), "first values"))) > 1:
+                raise ModelError(
+                    "The ranks would make different first values, and with pipeline stages none of them makes all. "
+                    "Seed torch alike on all ranks before the model is built."
+                )
+            return
+        collectives = world.collectives(self.device)
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            if tensor.numel() and is_dense(tensor):
+                values = tensor.detach()
+                sent = values.contiguous().view(-1)
+                collectives.broadcast(sent, 0, world.everybody, "first values").wait()
+                if world.rank and sent.data_ptr() != values.data_ptr():
+                    copy_into(values, sent.view(values.shape))
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Put first values where the table says, and make parameters views of flat memory. All ranks call.
@@ -81,6 +104,9 @@ class FirstValues:
             self._match.let_go()
 
     def _begin(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
         if self._is_meta:
             filled = set(self._match) if self._match is not None else set()
             record_init(self._model, CPU, self._wishes.init, filled)
@@ -94,12 +120,16 @@ class FirstValues:
             return True
         if not self._is_meta and not self._is_deferred and self._match is None:
             return False  # to compare whole models would cost more than to send one
+        return len(set(self._data_group.exchange(self._digest(), "first values"))) == 1
+
+    def _digest(self) -> bytes:
+        """Equal where the same values would be made."""
         left = [param for name, param in self._model.named_parameters() if not self._is_stored(name)]
         digest = hashlib.sha256(digest_of(origin for param in left if (origin := origin_of(param)) is not None))
         for param in left:
             if origin_of(param) is None:
                 digest.update(tensor_bytes(param))
-        return len(set(self._data_group.exchange(digest.digest(), "first values"))) == 1
+        return digest.digest()
 
     # -- flat buffers -----------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ def takes_local_size(plan: Plan) -> bool:
     return plan.mesh is None and plan.preset in PRESETS and len(PRESETS[plan.preset].axes) > 1
 
 
-SPLITS = ("tp", SEQUENCE_AXIS)
+SPLITS = ("tp", "pp", SEQUENCE_AXIS)
 """The model axes that something in this version splits models along."""
 
 

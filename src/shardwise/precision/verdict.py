@@ -68,7 +68,7 @@ class Verdict:
 
     With `exchange`, which is among all ranks, they agree by messages, see the note; `peers` are the ranks that list the
     same parameters, `stages` the axes along which they list others. `must_know_norm` is for fp16, where a step depends
-    on it.
+    on it. `complete` is called when all gradients are due, before their norm is taken.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Verdict:
         peers: Collection[int] = (),
         stages: Collection[str] = (),
         must_know_norm: bool = False,
+        complete: Callable[[], None] | None = None,
     ) -> None:
         self._flats = [flat for flat in flats if flat.spec.trainable]
         self._collectives = collectives
@@ -91,6 +92,7 @@ class Verdict:
         self._peers = frozenset(peers)
         self._stages = frozenset(stages)
         self._must_know_norm = must_know_norm
+        self._complete = complete
         self._dtype = torch_dtype(verdict_dtype([flat.spec for flat in self._flats]))
         self._vector: Tensor | None = None
         self._reads = False
@@ -137,6 +139,8 @@ class Verdict:
 
     def _own(self) -> Tensor:
         """This rank's summand. Ranks that hold the same elements share in their norm: see [Note: the whole model]."""
+        if self._complete is not None:
+            self._complete()
         touched = self._touched_here()
         device = self._flats[0].device if self._flats else torch.device("cpu")
         if self._exchange is None:

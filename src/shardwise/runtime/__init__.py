@@ -4,7 +4,7 @@ from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffers import BufferSync
 from shardwise.runtime.compiled import check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
-from shardwise.runtime.hooks import NO_COPY, changed_inside, in_backward
+from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward, tensors_in
 from shardwise.runtime.mover import Mover
 from shardwise.runtime.runner import Runner, Settings
 
@@ -13,6 +13,7 @@ __all__ = [
     "Agreement",
     "BoundBlock",
     "BufferSync",
+    "EndOfForward",
     "Executor",
     "Mover",
     "Runner",
@@ -20,4 +21,5 @@ __all__ = [
     "changed_inside",
     "check_backend",
     "in_backward",
+    "tensors_in",
 ]

@@ -59,6 +59,14 @@ NO_COPY = (
 _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
+class EndOfForward(Exception):  # noqa: N818  # it is no error
+    """Raised inside of a forward that ends early on purpose, with `output`; whoever began it catches this."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+
 class Listener(Protocol):
     """Who is told."""
 
@@ -244,7 +252,10 @@ class Hooks:
             return
         call, use.call = use.call, None
         if _is_unwinding(output):
-            return
+            end = sys.exc_info()[1]
+            if not isinstance(end, EndOfForward):
+                return
+            output = end.output
         if unit.num_writes() != use.num_writes:
             raise changed_inside(unit.name)
         opening = self._opening(unit, use, call, open_backward)

@@ -5,9 +5,16 @@ an evaluation pass is what one call of the model does without gradients. The fir
 executed action by action, waiting for each communication, and recorded. From the second on the program
 made from the record is followed, with gathers running ahead. A pass that does not do what was recorded goes
 on without look-ahead, still right, and is recorded anew.
+
+[Note: segments] Under a pipeline a pass is what its schedule has between the end of one backward and that of the next:
+some forwards, then one backward, of this or that stage. Passes that are made alike follow one program, and those that
+are made differently have programs of their own; whoever runs the schedule says which kind begins (`segment`). What
+stays whole between a forward and its backward lasts as long as the pass: the backward of a later one gathers again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 from shardwise.comm import Journal
 from shardwise.runtime.script import Script
@@ -58,9 +65,11 @@ class Passes:
         """How many backwards had ended when one was cut short last; -1 if none has been since `forgive`."""
         self.num_unscaled = 0
         """Backwards since `forgive` that were not of a loss that was said to be scaled."""
+        self.segment: Hashable = ()
+        """Which kind of pass the next one is; see [Note: segments]."""
         self._journal = journal
-        self._scripts = {reduces: Script(journal) for reduces in (True, False)}
-        self.current = Pass(self._scripts[True], reduces=True)
+        self._scripts: dict[tuple[Hashable, bool], Script] = {}
+        self.current = Pass(self._script(reduces=True), reduces=True)
 
     def begin(self) -> None:
         """The first forward or backward of a pass is about to run, if none is running."""
@@ -105,15 +114,24 @@ class Passes:
 
     def _set_reduces(self, reduces: bool) -> None:
         self.current.reduces = reduces
-        self.current.script = self._scripts[reduces]
+        self.current.script = self._script(reduces=reduces)
+
+    def _script(self, *, reduces: bool) -> Script:
+        return self._scripts.setdefault((self.segment, reduces), Script(self._journal))
 
 
 class Evaluation:
     """One call of the model without gradients, or the one to come."""
 
     def __init__(self, journal: Journal) -> None:
-        self.script = Script(journal)
+        self.segment: Hashable = ()
         self.is_running = False
+        self._journal = journal
+        self._scripts: dict[Hashable, Script] = {}
+
+    @property
+    def script(self) -> Script:
+        return self._scripts.setdefault(self.segment, Script(self._journal))
 
     def begin(self) -> None:
         self.is_running = True

@@ -8,7 +8,7 @@ Here is what each event sets going, in the order in which it happens.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -212,6 +212,16 @@ class Runner:
     def note_scaled(self) -> None:
         """The backward that is running is of a scaled loss."""
         self.passes.current.is_scaled = True
+
+    def begin_segment(self, segment: Hashable) -> None:
+        """The passes from here on, or evaluations, are of this kind: see [Note: segments] in `passes.py`."""
+        self.passes.segment = self._evaluation.segment = segment
+
+    def let_inputs_decide(self) -> None:
+        """Some gradients of a unit come in another backward than that through it: it is through, and need not be whole
+        any more, when those of its inputs have gone out."""
+        for unit in self.units:
+            self._hooks.watch_inputs(unit)
 
     # -- when something raised --------------------------------------------------------------------------
 

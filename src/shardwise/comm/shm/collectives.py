@@ -96,6 +96,12 @@ class Shared:
             self._neighbours.offer(self._copied(tensor), entry.tag, readers)
         return Done()
 
+    def send(self, tensor: Tensor, link: Group, subject: str) -> Work:
+        return self._pairs.send(tensor, link, subject)
+
+    def receive(self, tensor: Tensor, link: Group, subject: str) -> Work:
+        return self._pairs.receive(tensor, link, subject)
+
     def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
         if not self._is_near(group):
             return self._pairs.exchange(message, group, subject)

@@ -1,0 +1,23 @@
+"""Pipeline parallelism: a model's modules dealt out as stages over the mesh axis `pp`, and the steps through them."""
+
+from shardwise.pipeline.across import AcrossStages
+from shardwise.pipeline.layout import AXIS, StageLayout, has_pipeline, stage_layout
+from shardwise.pipeline.pipeline import Pipeline, Trainer
+from shardwise.pipeline.shared import SharedGradients
+from shardwise.pipeline.staged import PLAIN_LOOP, StagedModel
+from shardwise.pipeline.weight_grads import Aside, backward_of_weights
+
+__all__ = [
+    "AXIS",
+    "PLAIN_LOOP",
+    "AcrossStages",
+    "Aside",
+    "Pipeline",
+    "SharedGradients",
+    "StageLayout",
+    "StagedModel",
+    "Trainer",
+    "backward_of_weights",
+    "has_pipeline",
+    "stage_layout",
+]

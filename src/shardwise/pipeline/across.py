@@ -1,0 +1,113 @@
+"""Whole tensors by name on every rank, whichever stage has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from shardwise.comm import World
+from shardwise.errors import ModelError, nearest
+from shardwise.mesh import Mesh
+from shardwise.pipeline.layout import AXIS
+from shardwise.pipeline.staged import StagedModel
+
+Tensor = torch.Tensor
+
+
+class Own(Protocol):
+    """Whole tensors of this rank's own stages."""
+
+    def read(self, name: str, what: str = "param") -> Tensor | None: ...
+
+
+class AcrossStages:
+    """What one rank along the axis has, given to the others. All ranks along it call every method."""
+
+    def __init__(self, staged: StagedModel, world: World, mesh: Mesh, device: torch.device) -> None:
+        self._staged = staged
+        self._line = world.group(mesh, AXIS)
+        self._collectives = world.collectives(device)
+        self._device = device
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter of the whole model, by its first name, is one of this rank's."""
+        holders = self._staged.holders
+        if name not in holders:
+            raise ModelError(f"The model has no parameter {name!r}. {nearest(name, holders)}")
+        return self._staged.place in holders[name]
+
+    def read(self, name: str, what: str, own: Own) -> Tensor | None:
+        """The whole tensor; `None` if no rank has one. Of a parameter on several stages the first one's."""
+        self.holds(name)
+        place = self._staged.holders[name][0]
+        mine = own.read(name, what) if self._staged.place == place else None
+        said = {} if mine is None else {name: _looks(mine)}
+        told = self._told(said)[place]
+        if not told:
+            return None
+        return self._from(place, mine, told[name])
+
+    def takes(self, name: str, value: Tensor, what: str) -> bool:
+        """Whether this rank has to write `value`. Raises on all ranks for one that does not fit."""
+        shape = self._staged.whole.shapes.get(name)
+        if self.holds(name) or shape is None:
+            return True
+        if tuple(value.shape) != shape:
+            raise ModelError(f"{name} has shape {list(shape)}, but the new {what} has {list(value.shape)}.")
+        return False
+
+    def own_part(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What of a whole `state_dict` is this rank's. Raises on all ranks for one of another model."""
+        names = self._staged.whole.state_names
+        odd = set(names) ^ set(state)
+        if odd:
+            name = min(odd)
+            where = "state has no" if name in names else "model has no"
+            raise ModelError(f"The {where} {name}; give load_state_dict() what a model like this one returns.")
+        for name in names:
+            shape = self._staged.whole.shapes[self._staged.whole.ties.get(name, name)]
+            if tuple(state[name].shape) != shape:
+                raise ModelError(
+                    f"The state has {name} with shape {list(state[name].shape)}, but the model has {list(shape)}."
+                )
+        return {name: state[name] for name in self._staged.model.state_dict(keep_vars=True)}
+
+    def merged(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One `state_dict` of all ranks' own, on the CPU, in the order of the model that was whole."""
+        told = self._told({name: _looks(tensor) for name, tensor in state.items()})
+        found: dict[str, Tensor] = {}
+        for place, of_place in enumerate(told):
+            for name, looks in of_place.items():
+                if name not in found:
+                    mine = state[name] if self._staged.place == place else None
+                    found[name] = self._from(place, mine, looks).cpu()
+        first = self._staged.whole.ties
+        return {
+            name: found[name] if name in found else found[first[name]]
+            for name in self._staged.whole.state_names
+            if name in found or first.get(name) in found
+        }
+
+    def _told(self, said: Mapping[str, object]) -> list[dict[str, object]]:
+        """What every rank along the axis says, by place."""
+        messages = self._collectives.exchange(json.dumps(said).encode(), self._line, "stages")
+        return [json.loads(message) for message in messages]
+
+    def _from(self, place: int, tensor: Tensor | None, looks: object) -> Tensor:
+        """The tensor of the rank at `place`, on all of them."""
+        assert isinstance(looks, list)
+        shape, dtype = looks
+        if tensor is None:
+            sent = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+        else:
+            sent = tensor.detach().to(self._device).contiguous()
+        if sent.numel():
+            self._collectives.broadcast(sent.view(-1), self._line.ranks[place], self._line, "stages").wait()
+        return sent
+
+
+def _looks(tensor: Tensor) -> list[object]:
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]

@@ -1,0 +1,217 @@
+"""Which modules make up which stage: found in the model, or listed in the plan; checked before anything is changed."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from shardwise.config import Plan
+from shardwise.errors import ConfigError, ModelError, nearest
+from shardwise.mesh import Mesh
+from shardwise.program.schedule import Schedule, schedule_of
+
+AXIS = "pp"
+_ROUTERS = "output_router_logits"
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """The stages of one model, over the ranks along the mesh axis `pp`. Stage s lies on the rank at s mod their number.
+
+    `stages[s]` are the names of its modules, in the order in which the model's forward calls them.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    num_ranks: int
+    schedule: Schedule
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """All modules that are dealt out, in the order of the forward."""
+        return tuple(name for stage in self.stages for name in stage)
+
+    def at(self, place: int) -> tuple[int, ...]:
+        """The stages on the rank at `place` of the axis."""
+        return tuple(range(place, len(self.stages), self.num_ranks))
+
+    def place_of(self, stage: int) -> int:
+        return stage % self.num_ranks
+
+    def __str__(self) -> str:
+        lines = []
+        for place in range(self.num_ranks):
+            held = (f"stage {stage} ({_short(self.stages[stage])})" for stage in self.at(place))
+            lines.append(f"{AXIS} {place}: {', '.join(held)}")
+        return "\n".join(lines) + "\n"
+
+
+def has_pipeline(mesh: Mesh) -> bool:
+    """Whether models are cut into stages on this mesh."""
+    return AXIS in mesh.axes and mesh.size(AXIS) > 1
+
+
+def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
+    """The stages that `plan` asks for. Raises `ConfigError` or `ModelError` for a model that cannot be cut so."""
+    num_ranks, asked = mesh.size(AXIS), plan.pipeline
+    refuse_sums_over_layers(getattr(model, "config", None), "The model's config")
+    schedule = schedule_of(plan, num_ranks)
+    if asked.schedule == "zb-h1" and plan.compile is not None:
+        raise ConfigError(
+            "The schedule zb-h1 takes the backward of linear layers apart, and a compiled unit has it as one. Leave "
+            "compile out, or take schedule 1f1b."
+        )
+    num_stages = schedule.num_stages
+    if asked.stages == "auto":
+        pieces = _found(model)
+        if len(pieces) < num_stages:
+            raise ConfigError(
+                f"{num_stages} pipeline stages need as many modules, but {type(model).__name__} has {len(pieces)} in a "
+                f"row: {_short(pieces)}. Use fewer stages."
+            )
+        modules = dict(model.named_modules(remove_duplicate=False))
+        costs = [sum(param.numel() for param in modules[name].parameters()) for name in pieces]
+        cuts = [0, *balanced(costs, num_stages), len(pieces)]
+        stages = tuple(tuple(pieces[start:stop]) for start, stop in pairwise(cuts))
+    else:
+        stages = tuple(_listed(model, names) for names in asked.stages)
+        if len(stages) != num_stages:
+            raise ConfigError(
+                f"pipeline.stages lists {len(stages)} stages, but {num_ranks} ranks with "
+                f"{num_stages // num_ranks} each make {num_stages}. List as many."
+            )
+    _check_cover(model, [name for stage in stages for name in stage])
+    return StageLayout(stages, num_ranks, schedule)
+
+
+def refuse_sums_over_layers(settings: object, what: str) -> None:
+    """Raise `ModelError` where a model of transformers adds a loss over the routers of all layers to its own."""
+    asked = settings.get(_ROUTERS) if isinstance(settings, dict) else getattr(settings, _ROUTERS, False)
+    if asked:
+        raise ModelError(
+            f"{what} has {_ROUTERS}, which makes the last stage add a loss over the routers of all layers, and it has "
+            f"only its own. Set it to False."
+        )
+
+
+def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Where to cut `costs` into `num_parts` runs, none empty, so that the most expensive is as cheap as can be."""
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    num = len(costs)
+    best = [[float("inf")] * (num + 1) for _ in range(num_parts + 1)]
+    cut = [[0] * (num + 1) for _ in range(num_parts + 1)]
+    best[0][0] = 0.0
+    for part in range(1, num_parts + 1):
+        for stop in range(part, num + 1):
+            for start in range(part - 1, stop):
+                worst = max(best[part - 1][start], total[stop] - total[start])
+                if worst < best[part][stop]:
+                    best[part][stop], cut[part][stop] = worst, start
+    cuts, stop = [], num
+    for part in range(num_parts, 1, -1):
+        stop = cut[part][stop]
+        cuts.append(stop)
+    return cuts[::-1]
+
+
+# -- what a model is made of ------------------------------------------------------------------------------
+
+
+def _found(model: nn.Module) -> list[str]:
+    """The modules of a model that runs one after the other: what comes before its blocks, the blocks, what comes after.
+
+    The blocks are the largest container with several modules of one class; the others are what owns the rest.
+    """
+    rows = [(name, module) for name, module in model.named_modules() if _is_row(module)]
+    if not rows:
+        raise ModelError(
+            f"{type(model).__name__} has no sequence of blocks (an nn.ModuleList or nn.Sequential of one class), so "
+            f"it cannot be cut into stages by itself. List the modules of each: pipeline: {{stages: [[...], [...]]}}."
+        )
+    row, _ = max(rows, key=lambda row: _numel(row[1]))
+    registered = list(_walk(model, "", row))
+    blocks = [name for name in registered if name.startswith(f"{row}.") or not row]
+    late = [name for name in registered if "final" in name.rpartition(".")[2] and name not in blocks]
+    first = registered.index(blocks[0])
+    before = [name for name in registered[:first] if name not in late]
+    after = [name for name in registered[first + len(blocks) :] if name not in late]
+    return [*before, *blocks, *late, *after]  # a `final_layer_norm` is, wherever it is registered (as in OPT)
+
+
+def _walk(module: nn.Module, path: str, row: str) -> Iterator[str]:
+    for short, child in module._modules.items():
+        name = f"{path}.{short}" if path else short
+        if child is None or not _numel(child):
+            continue
+        if path != row and (name == row or row.startswith(f"{name}.")):
+            yield from _walk(child, name, row)
+        else:
+            yield name
+
+
+def _is_row(module: nn.Module) -> bool:
+    classes = [type(child) for child in module.children() if _numel(child)]
+    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+    return is_container and (len(set(classes)) < len(classes) or isinstance(module, nn.Sequential))
+
+
+def _listed(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: list[str] = []
+    for pattern in patterns:
+        named = [name for name in modules if name and _matches(name, pattern) and _numel(modules[name])]
+        if not named:
+            raise ConfigError(
+                f"pipeline.stages names {pattern!r}, but the model has no such module with parameters. "
+                f"{nearest(pattern, modules)}"
+            )
+        found += named
+    if not found:
+        raise ConfigError("pipeline.stages lists a stage without modules; give each at least one.")
+    return tuple(found)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def _check_cover(model: nn.Module, pieces: Sequence[str]) -> None:
+    """Each parameter lies in one of the modules that are dealt out, and each of those is dealt out once."""
+    for name in pieces:
+        if pieces.count(name) > 1:
+            raise ConfigError(f"pipeline.stages names {name!r} twice; a module is in one stage.")
+        inside = [other for other in pieces if other.startswith(f"{name}.")]
+        if inside:
+            raise ConfigError(f"pipeline.stages names {name!r} and also {inside[0]!r} inside of it; name either.")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    seen: dict[nn.Module, str] = {}
+    for name in pieces:
+        other = seen.setdefault(modules[name], name)
+        if other != name:
+            raise ModelError(
+                f"{other} and {name} are one module, which a pipeline cannot have in two places. Keep such a model on "
+                f"one stage: leave the axis {AXIS!r} out of the mesh."
+            )
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if not any(name.startswith(f"{piece}.") for piece in pieces):
+            owner = name.rpartition(".")[0]
+            if owner:
+                raise ConfigError(f"The pipeline's stages miss {owner}, which has the parameter {name}. Add it to one.")
+            raise ModelError(
+                f"{name} is a parameter of {type(model).__name__} itself, which runs on every stage. Put it into a "
+                f"module of its own, which can be in one."
+            )
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _short(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ..., {names[-1]}"

@@ -1,0 +1,276 @@
+"""The micro-batches of a step through the stages of this rank, in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.comm import World, link_between
+from shardwise.errors import ModelError
+from shardwise.mesh import Mesh
+from shardwise.micro_batches import LossFunction, MicroBatch
+from shardwise.pipeline.across import AcrossStages
+from shardwise.pipeline.layout import AXIS, StageLayout
+from shardwise.pipeline.messages import Channel, Layout
+from shardwise.pipeline.staged import StagedModel
+from shardwise.pipeline.weight_grads import Aside, WeightGrads
+from shardwise.program.schedule import Op
+from shardwise.runtime import tensors_in
+
+Tensor = torch.Tensor
+Segment = tuple[tuple[str, int], ...]
+"""The ops of one pass (see `runtime/passes.py`), by kind and stage: what passes that do the same have in common."""
+
+
+class Trainer(Protocol):
+    """Who knows the loss scale, and which gradients are reduced when."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Of a micro-batch's loss."""
+        ...
+
+    def begin_segment(self, segment: Hashable, *, is_half: bool, is_last_of_stage: bool) -> None:
+        """What runs from here to the next backward is of this kind; whether that backward is a first half only, and
+        whether it is the stage's last."""
+        ...
+
+    def backward_through(self, output: Tensor, gradient: Tensor) -> None:
+        """From the gradient of what a stage has handed over."""
+        ...
+
+    def backward_of_weights(self, aside: Sequence[Aside]) -> None:
+        """The second half of a backward; see [Note: two halves]."""
+        ...
+
+
+@dataclass
+class _Held:
+    """What a forward leaves for its backward."""
+
+    output: Tensor
+    arrived: Tensor | None
+
+
+@dataclass
+class _Step:
+    """What is under way in one step."""
+
+    parts: Sequence[MicroBatch]
+    kinds: Sequence[Hashable]
+    loss_fn: LossFunction | None
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    aside: dict[tuple[int, int], list[Aside]] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Pipeline:
+    """Runs schedules on the stages of this rank. All ranks along the axis call every method, with the same batch."""
+
+    def __init__(self, staged: StagedModel, world: World, mesh: Mesh, device: torch.device) -> None:
+        self.staged = staged
+        self.layout: StageLayout = staged.layout
+        self.across = AcrossStages(staged, world, mesh, device)
+        self.place = mesh.coordinate(world.rank)[AXIS]
+        self._line = world.group(mesh, AXIS)
+        self._collectives = world.collectives(device)
+        self._device = device
+        self._has_seen_batch = False
+        self._row = self.layout.schedule.rows[self.place]
+        is_halved = any(op.kind == "I" for op in self._row)
+        self._weights = WeightGrads(staged.own_modules()) if is_halved else None
+        self._last_stage = len(self.layout.stages) - 1
+        host = world.collectives(torch.device("cpu"))
+        most = 2 * self.layout.num_ranks
+        self._forward_to: dict[int, Channel] = {}
+        self._forward_from: dict[int, Channel] = {}
+        self._backward_to: dict[int, Channel] = {}
+        self._backward_from: dict[int, Channel] = {}
+        for stage in range(self._last_stage):
+            lower, upper = (self._line.ranks[self.layout.place_of(one)] for one in (stage, stage + 1))
+            up = link_between(AXIS, lower, upper, world.rank, f"{stage}>{stage + 1}")
+            down = link_between(AXIS, upper, lower, world.rank, f"{stage + 1}>{stage}")
+            if world.rank == lower:
+                self._forward_to[stage] = Channel(up, "activation", self._collectives, host, device, most)
+                self._backward_from[stage] = Channel(down, "gradient", self._collectives, host, device, most)
+            if world.rank == upper:
+                self._forward_from[stage + 1] = Channel(up, "activation", self._collectives, host, device, most)
+                self._backward_to[stage + 1] = Channel(down, "gradient", self._collectives, host, device, most)
+
+    @property
+    def halves_backwards(self) -> bool:
+        """Whether the schedule has backwards in two halves; see [Note: two halves] in `weight_grads.py`."""
+        return self._weights is not None
+
+    def attach(self) -> None:
+        """Take the model's forward over, and what else the schedule needs of it."""
+        self.staged.attach()
+        if self._weights is not None:
+            self._weights.attach()
+
+    def release(self) -> None:
+        self.staged.release()
+        if self._weights is not None:
+            self._weights.release()
+
+    def train(self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer) -> Tensor:
+        """Forward and backward of all micro-batches; the mean loss, on every rank."""
+        self._check_same_batch(parts)
+        step = _Step(parts, [_kind_of(part) for part in parts], loss_fn)
+        with self._cleared_on_error():
+            for index, (op, segment, is_last) in enumerate(_segments(self._row)):
+                if segment is not None:
+                    trainer.begin_segment(segment, is_half=segment[-1][0] == "I", is_last_of_stage=is_last)
+                following = self._row[index + 1] if index + 1 < len(self._row) else None
+                if op.kind == "F":
+                    self._forward(op, step, following)
+                elif op.kind == "W":
+                    self._look_ahead(following, step)
+                    trainer.backward_of_weights(step.aside.pop((op.stage, op.micro_batch)))
+                else:
+                    self._backward(op, step, trainer, following)
+            return self._finish(step)
+
+    def evaluate(
+        self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_segment: Callable[[Hashable], None]
+    ) -> Tensor:
+        """The mean loss of all micro-batches, on every rank; forward only, in the order of the schedule."""
+        step = _Step(parts, [_kind_of(part) for part in parts], loss_fn)
+        with torch.no_grad(), self._cleared_on_error():
+            for op in self._row:
+                if op.kind == "F":
+                    begin_segment(("evaluation", op.stage))
+                    self._forward(op, step, None)
+                    step.held.clear()
+            begin_segment(())
+            return self._finish(step)
+
+    # -- one op -----------------------------------------------------------------------------------------
+
+    def _forward(self, op: Op, step: _Step, following: Op | None) -> None:
+        _, batch, stage = op
+        part, kind = step.parts[batch], step.kinds[batch]
+        arrived = None
+        if stage:
+            channel = self._forward_from[stage]
+            arrived = channel.receive(channel.layout(kind), batch)
+            arrived.requires_grad_(torch.is_grad_enabled())
+        self._look_ahead(following, step)
+        with self.staged.running(stage, arrived):
+            output = self.staged.model(*part.args, **part.kwargs)
+            if stage == self._last_stage:
+                output = part.loss(output, step.loss_fn)
+        if stage == self._last_stage:
+            step.losses.append(output.detach())
+        else:
+            self._forward_to[stage].tell_and_send(output, kind, batch)
+        step.held[stage, batch] = _Held(output, arrived)
+
+    def _backward(self, op: Op, step: _Step, trainer: Trainer, following: Op | None) -> None:
+        _, batch, stage = op
+        held = step.held.pop((stage, batch))
+        gradient = None
+        if stage < self._last_stage:
+            layout = Layout(tuple(held.output.shape), held.output.dtype)
+            gradient = self._backward_from[stage].receive(layout, batch)
+        self._look_ahead(following, step)
+        with self.staged.running(stage, held.arrived), self._halved(op, step):
+            if gradient is None:
+                trainer.backward(held.output)
+            else:
+                trainer.backward_through(held.output, gradient)
+        if held.arrived is not None:
+            given = held.arrived.grad
+            self._backward_to[stage].send(torch.zeros_like(held.arrived) if given is None else given, batch)
+
+    @contextmanager
+    def _halved(self, op: Op, step: _Step) -> Iterator[None]:
+        """Inside, a backward is a first half if `op` is one."""
+        if op.kind != "I" or self._weights is None:
+            yield
+            return
+        with self._weights.put_aside() as aside:
+            yield
+        step.aside[op.stage, op.micro_batch] = aside
+
+    def _look_ahead(self, op: Op | None, step: _Step) -> None:
+        """Begin to receive what `op` will need, if it is known how large that is."""
+        if op is None:
+            return
+        kind, batch, stage = op
+        if kind == "F" and stage and self._forward_from[stage].knows(step.kinds[batch]):
+            channel = self._forward_from[stage]
+            channel.expect(channel.layout(step.kinds[batch]), batch)
+        held = step.held.get((stage, batch))
+        if kind in "BI" and stage < self._last_stage and held is not None:
+            self._backward_from[stage].expect(Layout(tuple(held.output.shape), held.output.dtype), batch)
+
+    def _check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
+        """In the first step: ranks of one pipeline have been given the same batch, as far as shapes and sums tell."""
+        if self._has_seen_batch:
+            return
+        self._has_seen_batch = True
+        given = [
+            [_kind_of(part), [float(one.double().sum()) for one in tensors_in((part.args, part.kwargs))]]
+            for part in parts
+        ]
+        said = self._collectives.exchange(repr(given).encode(), self._line, "batch")
+        odd = next((place for place, one in enumerate(said) if one != said[0]), None)
+        if odd is not None:
+            raise ModelError(
+                f"Under a pipeline rank {self._line.ranks[odd]} was given another batch than rank "
+                f"{self._line.ranks[0]}, though both have stages of one model. Deal batches out by data axes: ranks "
+                f"along the mesh axis {AXIS!r} get the same."
+            )
+
+    # -- the end of a step ------------------------------------------------------------------------------
+
+    def _finish(self, step: _Step) -> Tensor:
+        for channel in self._channels():
+            channel.settle()
+        mean = torch.zeros(1, dtype=torch.float32, device=self._device)
+        root = self._line.ranks[self.layout.place_of(self._last_stage)]
+        if step.losses:
+            mean[0] = sum(step.losses[1:], start=step.losses[0]).reshape(()).float() / len(step.losses)
+        self._collectives.broadcast(mean, root, self._line, "loss").wait()
+        return mean[0]
+
+    @contextmanager
+    def _cleared_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for channel in self._channels():
+                channel.abandon()
+            raise
+
+    def _channels(self) -> Iterator[Channel]:
+        for channels in (self._forward_to, self._forward_from, self._backward_to, self._backward_from):
+            yield from channels.values()
+
+
+def _segments(row: Sequence[Op]) -> Iterator[tuple[Op, Segment | None, bool]]:
+    """Each op; with the first of a pass what the pass is made of, and whether it ends with a stage's last backward."""
+    last = {op.stage: index for index, op in enumerate(row) if op.kind in "BW"}
+    start = 0
+    for index, op in enumerate(row):
+        if index == start:
+            stop = next((at for at in range(index, len(row)) if row[at].kind != "F"), len(row) - 1)
+            segment = tuple((one.kind, one.stage) for one in row[index : stop + 1])
+            yield op, segment, stop in last.values()
+        else:
+            yield op, None, False
+        if op.kind != "F":
+            start = index + 1
+
+
+def _kind_of(part: MicroBatch) -> Hashable:
+    """Micro-batches that look alike from outside; see [Note: layouts]."""
+
+    def looks(value: Any) -> Hashable:
+        return tuple((tuple(one.shape), one.dtype) for one in tensors_in(value))
+
+    return looks(part.args), tuple((key, looks(value)) for key, value in part.kwargs.items())

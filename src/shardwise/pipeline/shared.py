@@ -1,0 +1,70 @@
+"""Parameters that lie on several stages, such as an embedding that is the head too: their gradients are one sum.
+
+[Note: shared parameters] Each stage that uses such a parameter has a copy of it, laid out in a flat buffer of its own,
+and so alike on all of them. When gradients are where the update needs them, before anybody looks at their norm, each of
+the ranks gives its own to the others. All add them up in the order of the stages, so that the sums, and with them
+parameters and optimizer states, are the same to the bit for as long as they are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm import Group, Work, World, link_between
+from shardwise.mesh import Mesh
+from shardwise.pipeline.layout import AXIS
+from shardwise.pipeline.staged import StagedModel
+from shardwise.storage import Flat
+
+Tensor = torch.Tensor
+
+
+class SharedGradients:
+    """The flat buffers of this rank that other stages have too."""
+
+    def __init__(self, staged: StagedModel, flats: Sequence[Flat], world: World, mesh: Mesh) -> None:
+        self._line = world.group(mesh, AXIS).ranks
+        self._rank = world.rank
+        self._place = staged.place
+        self._collectives = world.collectives(flats[0].device)
+        self._flats = [
+            (flat, staged.holders[flat.slots[0].name])
+            for flat in flats
+            if flat.spec.trainable and len(staged.holders[flat.slots[0].name]) > 1
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._flats)
+
+    def add_up(self) -> None:
+        """Once in a step, when gradients are due. All ranks that have some of these parameters call."""
+        coming: list[tuple[Flat, list[Tensor], list[Work]]] = []
+        for flat, places in self._flats:
+            if flat.grads.due is None:
+                flat.grads.make_due()
+            due = flat.grads.due
+            assert due is not None
+            parts = [due.clone() if place == self._place else torch.empty_like(due) for place in places]
+            others = [place for place in places if place != self._place]
+            own = parts[places.index(self._place)]
+            works = [
+                self._collectives.receive(parts[places.index(place)], self._link(place, self._place, flat), "gradients")
+                for place in others
+            ]
+            works += [
+                self._collectives.send(own, self._link(self._place, place, flat), "gradients") for place in others
+            ]
+            coming.append((flat, parts, works))
+        for flat, parts, works in coming:
+            for work in works:
+                work.wait()
+            due = flat.grads.due
+            assert due is not None
+            due.copy_(parts[0])
+            for part in parts[1:]:
+                due.add_(part)
+
+    def _link(self, source: int, target: int, flat: Flat) -> Group:
+        return link_between(AXIS, self._line[source], self._line[target], self._rank, f"{flat.name} {source}>{target}")

@@ -1,0 +1,122 @@
+"""Gradients of weights that wait: the second half of a backward, as the zero-bubble schedule has it.
+
+[Note: two halves] A stage hands the gradient of its input back as soon as it can, and the gradients of its weights, for
+which nobody waits, fill the time in which it would wait itself (Qi et al., arXiv:2401.10241). Here they are those of
+`nn.Linear`, which are most of the work: in the first half a linear layer computes the gradient of its input and puts
+aside what its weight's needs; the second half is a backward of its own, through which these gradients come to the
+parameters as any others do. All else (norms, embeddings, layers of other classes) is done in the first half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+Tensor = torch.Tensor
+
+
+class Aside(NamedTuple):
+    """What the gradients of one layer's parameters need."""
+
+    layer: nn.Linear
+    inputs: Tensor
+    gradient: Tensor
+
+
+class WeightGrads:
+    """The linear layers of some modules. Between `attach` and `release` their backwards put weight gradients aside."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        inner = dict.fromkeys(one for module in modules for one in module.modules())
+        self._layers = [one for one in inner if type(one) is nn.Linear and "forward" not in one.__dict__]
+        self._aside: list[Aside] | None = None
+
+    def attach(self) -> None:
+        for layer in self._layers:
+            layer.__dict__["forward"] = _Forward(self, layer)
+
+    def release(self) -> None:
+        for layer in self._layers:
+            layer.__dict__.pop("forward", None)
+
+    @contextmanager
+    def put_aside(self) -> Iterator[list[Aside]]:
+        """Inside, a backward is a first half; what it leaves for the second is in the list."""
+        self._aside = []
+        try:
+            yield self._aside
+        finally:
+            self._aside = None
+
+    def keep(self, layer: nn.Linear, inputs: Tensor, gradient: Tensor) -> bool:
+        """Whether the gradients of `layer` may wait, and are kept for later."""
+        if self._aside is None:
+            return False
+        self._aside.append(Aside(layer, inputs.detach(), gradient.detach()))
+        return True
+
+
+def backward_of_weights(aside: Sequence[Aside]) -> None:
+    """The second half. Empties nothing; drop the list."""
+    make: Callable[..., Tensor] = _Weights.apply
+    roots = [make(one.inputs, one.gradient, one.layer.weight, one.layer.bias) for one in aside]
+    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+class _Forward:
+    """The forward of one linear layer, in the place of its class's."""
+
+    def __init__(self, owner: WeightGrads, layer: nn.Linear) -> None:
+        self._owner, self._layer = owner, layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layer = self._layer
+        if not (torch.is_grad_enabled() and layer.weight.requires_grad):
+            return nn.functional.linear(x, layer.weight, layer.bias)
+        compute: Callable[..., Tensor] = _Linear.apply
+        return compute(x, layer.weight, layer.bias, self._owner, layer)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, owner: WeightGrads, layer: nn.Linear
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.owner, ctx.layer = owner, layer
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_input = gradient @ weight if ctx.needs_input_grad[0] else None
+        if ctx.owner.keep(ctx.layer, x, gradient):
+            return of_input, None, None, None, None
+        has_bias = ctx.layer.bias is not None and ctx.needs_input_grad[2]
+        return of_input, _of_weight(x, gradient), _of_bias(gradient) if has_bias else None, None, None
+
+
+class _Weights(torch.autograd.Function):
+    """Nothing, of which the gradient is that of a layer's parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG004
+        ctx.save_for_backward(x, gradient)
+        return gradient.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, gradient = ctx.saved_tensors
+        return None, None, _of_weight(x, gradient), _of_bias(gradient) if ctx.needs_input_grad[3] else None
+
+
+def _of_weight(x: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+def _of_bias(gradient: Tensor) -> Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]).sum(0)

@@ -1,0 +1,325 @@
+"""Pipeline schedules: which rank computes which stage of which micro-batch, and in which order.
+
+A model is cut into `num_stages` stages, dealt out to `num_ranks` ranks: stage `s` lies on rank `s % num_ranks`. Every
+micro-batch goes forward through all stages and backward through them again. A schedule says the order on each rank and
+nothing of when: a rank starts what comes next as soon as what it needs has arrived. `timed` works out when that is.
+
+It is text that parses back, a line for each rank:
+
+    1f1b: 2 ranks, 2 stages, 3 micro-batches
+    rank 0: F0 F1 B0 F2 B1 B2
+    rank 1: F0 B0 F1 B1 F2 B2
+
+`F2` is the forward of micro-batch 2, `B2` its backward. Where a rank has several stages the stage follows: `F2@3`. A
+backward in two parts is `I2`, the gradient of the stage's input, for which the stage before waits, and `W2`, the
+gradients of its parameters, for which nobody does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, cast
+
+from shardwise.config import Plan
+from shardwise.errors import ConfigError, ProgramError, nearest
+
+OpKind = Literal["F", "B", "I", "W"]
+UNIT_COSTS: Mapping[OpKind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""A backward computes about twice what its forward does: gradients of the input, and of the parameters."""
+_OP = re.compile(r"([FBIW])(\d+)(?:@(\d+))?")
+_HEAD = re.compile(r"(\S+): (\d+) ranks, (\d+) stages, (\d+) micro-batches")
+
+
+class Op(NamedTuple):
+    """One forward or backward of one micro-batch through one stage."""
+
+    kind: OpKind
+    micro_batch: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order on every rank; `rows[rank]` are its ops."""
+
+    name: str
+    num_ranks: int
+    num_stages: int
+    num_micro_batches: int
+    rows: tuple[tuple[Op, ...], ...]
+
+    def __str__(self) -> str:
+        counts = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_micro_batches} micro-batches"
+        rows = (f"rank {rank}: " + " ".join(map(self.text_of, row)) for rank, row in enumerate(self.rows))
+        return "\n".join((f"{self.name}: {counts}", *rows)) + "\n"
+
+    def text_of(self, op: Op) -> str:
+        """`F2`, or `F2@3` where ranks have several stages."""
+        at = f"@{op.stage}" if self.num_stages > self.num_ranks else ""
+        return f"{op.kind}{op.micro_batch}{at}"
+
+
+def parse_schedule(text: str) -> Schedule:
+    """The schedule that `str` printed. Raises `ProgramError` for text that is none; does not `check_schedule`."""
+    head, *lines = text.strip().splitlines() or [""]
+    found = _HEAD.fullmatch(head.strip())
+    if found is None:
+        raise ProgramError(f"{head!r} is no head of a schedule, such as '1f1b: 2 ranks, 2 stages, 4 micro-batches'.")
+    name, (num_ranks, num_stages, num_micro_batches) = found[1], map(int, found.groups()[1:])
+    rows = []
+    for rank, line in enumerate(lines):
+        start, _, ops = line.partition(":")
+        if start.strip() != f"rank {rank}":
+            raise ProgramError(f"Line {rank + 2} of the schedule is {line!r}; it should begin with 'rank {rank}:'.")
+        rows.append(tuple(_parsed(word, rank) for word in ops.split()))
+    return Schedule(name, num_ranks, num_stages, num_micro_batches, tuple(rows))
+
+
+def _parsed(word: str, rank: int) -> Op:
+    found = _OP.fullmatch(word)
+    if found is None:
+        raise ProgramError(f"{word!r} is no op of a schedule, such as F0, B3 or F2@5.")
+    return Op(cast(OpKind, found[1]), int(found[2]), rank if found[3] is None else int(found[3]))
+
+
+# -- the schedules ----------------------------------------------------------------------------------------
+
+
+def gpipe(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
+    """All forwards, then all backwards (Huang et al., arXiv:1811.06965). Holds every micro-batch's activations."""
+    _require(num_ranks, num_micro_batches)
+    _require_one_chunk("gpipe", num_chunks)
+    rows = tuple(
+        tuple(Op(kind, batch, rank) for kind in _FORWARD_BACKWARD for batch in range(num_micro_batches))
+        for rank in range(num_ranks)
+    )
+    return Schedule("gpipe", num_ranks, num_ranks, num_micro_batches, rows)
+
+
+def one_f_one_b(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
+    """One forward, one backward in turn once the pipeline is full (Narayanan et al., PipeDream-Flush,
+    arXiv:2006.09503). As long as GPipe, but rank r holds at most `num_ranks - r` micro-batches' activations."""
+    _require(num_ranks, num_micro_batches)
+    _require_one_chunk("1f1b", num_chunks)
+    rows = []
+    for rank in range(num_ranks):
+        forwards = [Op("F", batch, rank) for batch in range(num_micro_batches)]
+        backwards = [Op("B", batch, rank) for batch in range(num_micro_batches)]
+        rows.append(_in_turn(forwards, backwards, num_ranks - rank - 1))
+    return Schedule("1f1b", num_ranks, num_ranks, num_micro_batches, tuple(rows))
+
+
+def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
+    """1F1B with `num_chunks` stages on every rank, dealt out in turn (Narayanan et al., arXiv:2104.04473).
+
+    The bubble shrinks by `num_chunks`, and messages grow in number by it. Micro-batches go in rounds of `num_ranks`,
+    so their number has to be a multiple of that.
+    """
+    _require(num_ranks, num_micro_batches)
+    if num_micro_batches % num_ranks:
+        raise ConfigError(
+            f"The interleaved schedule takes micro-batches in rounds of {num_ranks}, one for each pipeline rank, but "
+            f"accumulate is {num_micro_batches}. Make it a multiple of {num_ranks}, or take schedule 1f1b."
+        )
+    rows = []
+    for rank in range(num_ranks):
+        rounds = range(0, num_micro_batches, num_ranks)
+        inside = [
+            (chunk, first + place) for first in rounds for chunk in range(num_chunks) for place in range(num_ranks)
+        ]
+        forwards = [Op("F", batch, chunk * num_ranks + rank) for chunk, batch in inside]
+        backwards = [Op("B", batch, (num_chunks - 1 - chunk) * num_ranks + rank) for chunk, batch in inside]
+        ahead = (num_ranks - rank - 1) * 2 + (num_chunks - 1) * num_ranks
+        rows.append(_in_turn(forwards, backwards, ahead if num_chunks > 1 else num_ranks - rank - 1))
+    return Schedule("interleaved", num_ranks, num_chunks * num_ranks, num_micro_batches, tuple(rows))
+
+
+def zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
+    """ZB-H1 (Qi et al., arXiv:2401.10241): 1F1B with each backward in two parts.
+
+    A stage hands the gradient of its input back first (`I`). Rank r makes the gradients of its parameters (`W`) r
+    micro-batches later, so that all ranks hold the activations of `num_ranks` of them, as rank 0 does under 1F1B, and
+    none waits for them. Where all costs are equal the bubble is a third of that of 1F1B.
+    """
+    _require(num_ranks, num_micro_batches)
+    _require_one_chunk("zb-h1", num_chunks)
+    rows = []
+    for rank in range(num_ranks):
+        ahead = min(num_ranks - rank, num_micro_batches)
+        row = [Op("F", batch, rank) for batch in range(ahead)]
+        for batch in range(num_micro_batches):
+            row.append(Op("I", batch, rank))
+            row += [Op("W", batch - rank, rank)] if batch >= rank else []
+            row += [Op("F", batch + ahead, rank)] if batch + ahead < num_micro_batches else []
+        row += [Op("W", batch, rank) for batch in range(num_micro_batches - rank, num_micro_batches)]
+        rows.append(tuple(row))
+    return Schedule("zb-h1", num_ranks, num_ranks, num_micro_batches, tuple(rows))
+
+
+SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble,
+}
+
+
+def schedule_for(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
+    """The schedule called `name`, checked. Raises `ConfigError` for one that there is not, or not with these sizes."""
+    if name not in SCHEDULES:
+        raise ConfigError(f"There is no pipeline schedule {name!r}. {nearest(name, SCHEDULES)}")
+    schedule = SCHEDULES[name](num_ranks, num_micro_batches, num_chunks)
+    timed(schedule)
+    return schedule
+
+
+def schedule_of(plan: Plan, num_ranks: int) -> Schedule:
+    """The schedule that a plan asks for on so many pipeline ranks."""
+    asked = plan.pipeline
+    num_chunks = asked.virtual_stages or (2 if asked.schedule == "interleaved" else 1)
+    return schedule_for(asked.schedule, num_ranks, plan.accumulate, num_chunks)
+
+
+_FORWARD_BACKWARD: tuple[OpKind, OpKind] = ("F", "B")
+
+
+def _require(num_ranks: int, num_micro_batches: int) -> None:
+    if num_micro_batches < num_ranks:
+        raise ConfigError(
+            f"A pipeline of {num_ranks} ranks needs at least as many micro-batches, but accumulate is "
+            f"{num_micro_batches}: some rank would always wait. Set accumulate to {num_ranks} or more."
+        )
+
+
+def _require_one_chunk(name: str, num_chunks: int) -> None:
+    if num_chunks != 1:
+        raise ConfigError(
+            f"The schedule {name} has one stage for each rank, but virtual_stages is {num_chunks}. Leave it out, or "
+            f"take schedule interleaved."
+        )
+
+
+def _in_turn(forwards: Sequence[Op], backwards: Sequence[Op], num_ahead: int) -> tuple[Op, ...]:
+    """`num_ahead` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    ahead = min(num_ahead, len(forwards))
+    steady = [op for pair in zip(forwards[ahead:], backwards, strict=False) for op in pair]
+    return (*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :])
+
+
+# -- what follows from a schedule -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When each op of a schedule runs if messages take no time: `spans[rank]`, as (op, start, stop)."""
+
+    spans: tuple[tuple[tuple[Op, float, float], ...], ...]
+
+    @property
+    def length(self) -> float:
+        return max(stop for row in self.spans for _, _, stop in row)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time in which they wait."""
+        busy = sum(stop - start for row in self.spans for _, start, stop in row)
+        return 1 - busy / (len(self.spans) * self.length)
+
+
+def timed(schedule: Schedule, costs: Mapping[OpKind, float] = UNIT_COSTS) -> Timing:
+    """Play a schedule through, every op as early as can be.
+
+    Raises `ProgramError`, naming op and rank, unless every stage does each micro-batch's forward and backward once, on
+    the rank that has it, each after what it needs, and no rank waits for ever.
+    """
+    _check_counts(schedule)
+    ends: dict[Op, float] = {}
+    spans: list[list[tuple[Op, float, float]]] = [[] for _ in schedule.rows]
+    free = [0.0] * len(schedule.rows)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.rows):
+            while len(spans[rank]) < len(row):
+                op = row[len(spans[rank])]
+                needs = [_end_of(need, ends) for need in _needs(op, schedule)]
+                if any(end is None for end in needs):
+                    break
+                start = max([free[rank], *(end for end in needs if end is not None)])
+                free[rank] = ends[op] = start + costs[op.kind]
+                spans[rank].append((op, start, free[rank]))
+                moved = True
+    for rank, row in enumerate(schedule.rows):
+        if len(spans[rank]) < len(row):
+            op = row[len(spans[rank])]
+            missing = [schedule.text_of(need) for need in _needs(op, schedule) if _end_of(need, ends) is None]
+            raise ProgramError(
+                f"The schedule {schedule.name} comes to no end: rank {rank} waits for {', '.join(missing)} before "
+                f"{schedule.text_of(op)}, and nobody gets there."
+            )
+    return Timing(tuple(map(tuple, spans)))
+
+
+def _needs(op: Op, schedule: Schedule) -> list[Op]:
+    """What has to be done before `op`. A `B` there may be an `I` in fact."""
+    kind, batch, stage = op
+    if kind == "F":
+        return [Op("F", batch, stage - 1)] if stage else []
+    if kind == "W":
+        return [Op("I", batch, stage)]
+    after = [Op("B", batch, stage + 1)] if stage + 1 < schedule.num_stages else []
+    return [Op("F", batch, stage), *after]
+
+
+def _end_of(op: Op, ends: Mapping[Op, float]) -> float | None:
+    end = ends.get(op)
+    return ends.get(op._replace(kind="I")) if end is None and op.kind == "B" else end
+
+
+def _check_counts(schedule: Schedule) -> None:
+    if len(schedule.rows) != schedule.num_ranks:
+        raise ProgramError(
+            f"The schedule {schedule.name} has {len(schedule.rows)} rows for {schedule.num_ranks} ranks."
+        )
+    seen: set[Op] = set()
+    for rank, row in enumerate(schedule.rows):
+        for op in row:
+            text = schedule.text_of(op)
+            is_known = op.stage < schedule.num_stages and op.micro_batch < schedule.num_micro_batches
+            if not is_known or op.stage % schedule.num_ranks != rank:
+                raise ProgramError(f"{schedule.name}: rank {rank} has {text}, which is not its own.")
+            if op in seen:
+                raise ProgramError(f"{schedule.name}: rank {rank} has {text} twice.")
+            seen.add(op)
+    for stage in range(schedule.num_stages):
+        for batch in range(schedule.num_micro_batches):
+            kinds = {kind for kind in UNIT_COSTS if Op(kind, batch, stage) in seen}
+            if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                raise ProgramError(
+                    f"{schedule.name}: stage {stage} has {', '.join(sorted(kinds)) or 'nothing'} of micro-batch "
+                    f"{batch}; it needs F and B, or F, I and W."
+                )
+
+
+def most_in_flight(schedule: Schedule, rank: int) -> int:
+    """How many forwards of `rank` wait for their backward at most: whose activations it holds."""
+    most = now = 0
+    for op in schedule.rows[rank]:
+        now += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
+        most = max(most, now)
+    return most
+
+
+def picture(schedule: Schedule, costs: Mapping[OpKind, float] = UNIT_COSTS) -> str:
+    """The grid: a line for each rank, a column for each unit of time, dots where it waits."""
+    timing = timed(schedule, costs)
+    width = max(len(schedule.text_of(op)) for row in schedule.rows for op in row) + 1
+    lines = []
+    for rank, row in enumerate(timing.spans):
+        cells = ["."] * round(timing.length)
+        for op, start, stop in row:
+            cells[round(start) : round(stop)] = [schedule.text_of(op)] * (round(stop) - round(start))
+        lines.append(f"rank {rank} |" + "".join(cell.rjust(width) for cell in cells))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,117 @@
+"""Pipeline schedules: every op once and after what it needs, bubble and memory as their papers say, text both ways."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import ConfigError, ProgramError
+from shardwise.program.schedule import (
+    SCHEDULES,
+    Op,
+    Schedule,
+    gpipe,
+    interleaved,
+    most_in_flight,
+    one_f_one_b,
+    parse_schedule,
+    picture,
+    schedule_for,
+    timed,
+    zero_bubble,
+)
+
+SIZES = [(ranks, batches) for ranks in range(1, 6) for batches in range(ranks, 13)]
+
+
+def every_schedule() -> list[Schedule]:
+    made = [SCHEDULES[name](*size) for name in ("gpipe", "1f1b", "zb-h1") for size in SIZES]
+    return made + [interleaved(p, m, chunks) for p, m in SIZES if m % p == 0 for chunks in (1, 2, 3)]
+
+
+def idle(schedule: Schedule) -> set[float]:
+    """How long the ranks wait, where a forward takes 1 and a backward 2 in each stage."""
+    timing = timed(schedule)
+    return {timing.length - sum(stop - start for _, start, stop in row) for row in timing.spans}
+
+
+def test_every_schedule_comes_to_its_end_and_its_text_parses_back() -> None:
+    for schedule in every_schedule():
+        timing = timed(schedule)
+        assert parse_schedule(str(schedule)) == schedule
+        num_ops = 3 if schedule.name == "zb-h1" else 2
+        assert sum(map(len, timing.spans)) == num_ops * schedule.num_stages * schedule.num_micro_batches
+
+
+def test_what_an_op_needs_has_ended_before_it_starts() -> None:
+    """Asked of the times anew, not of the code that made them."""
+    for schedule in every_schedule():
+        ends = {op: stop for row in timed(schedule).spans for op, _, stop in row}
+        for row in timed(schedule).spans:
+            for (kind, batch, stage), start, _ in row:
+                if kind == "F" and stage:
+                    assert ends[Op("F", batch, stage - 1)] <= start
+                if kind in "BI":
+                    assert ends[Op("F", batch, stage)] <= start
+                    if stage + 1 < schedule.num_stages:
+                        assert ends[Op(kind, batch, stage + 1)] <= start
+                if kind == "W":
+                    assert ends[Op("I", batch, stage)] <= start
+
+
+@pytest.mark.parametrize(("ranks", "batches"), SIZES)
+def test_the_bubble_is_that_of_theory(ranks: int, batches: int) -> None:
+    """All ranks wait alike: (p - 1)(F + B) in GPipe and 1F1B, (p - 1)(F + I - W) in ZB-H1; interleaving divides the
+    work of a stage, so that the same count of smaller stages is a smaller share."""
+    assert idle(gpipe(ranks, batches)) == idle(one_f_one_b(ranks, batches)) == {3 * (ranks - 1)}
+    assert idle(zero_bubble(ranks, batches)) == {ranks - 1}
+    assert timed(gpipe(ranks, batches)).bubble == pytest.approx((ranks - 1) / (batches + ranks - 1))
+    if batches % ranks == 0:
+        for chunks in (1, 2, 3):
+            bubble = timed(interleaved(ranks, batches, chunks)).bubble
+            assert bubble == pytest.approx((ranks - 1) / (chunks * batches + ranks - 1))
+
+
+@pytest.mark.parametrize(("ranks", "batches"), SIZES)
+def test_activations_in_flight_are_those_of_theory(ranks: int, batches: int) -> None:
+    for rank in range(ranks):
+        assert most_in_flight(gpipe(ranks, batches), rank) == batches
+        assert most_in_flight(one_f_one_b(ranks, batches), rank) == ranks - rank
+        assert most_in_flight(zero_bubble(ranks, batches), rank) <= ranks
+
+
+def test_a_small_one_reads_as_in_the_papers() -> None:
+    assert str(one_f_one_b(2, 3)) == (
+        "1f1b: 2 ranks, 2 stages, 3 micro-batches\nrank 0: F0 F1 B0 F2 B1 B2\nrank 1: F0 B0 F1 B1 F2 B2\n"
+    )
+    assert picture(one_f_one_b(2, 2)) == ("rank 0 | F0 F1  .  . B0 B0  . B1 B1\nrank 1 |  . F0 B0 B0 F1 B1 B1  .  .\n")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ("rank 0: F0 B0\nrank 1: B0 F0", "rank 0 waits for B0@1|rank 0 waits for B0"),
+        ("rank 0: F0\nrank 1: F0 B0", "stage 0 has F of micro-batch 0; it needs F and B"),
+        ("rank 0: F0 F0 B0\nrank 1: F0 B0", "rank 0 has F0 twice"),
+        ("rank 0: F0@1 B0\nrank 1: F0 B0", "which is not its own"),
+        ("rank 0: F0 B0", "has 1 rows for 2 ranks"),
+        ("rank 0: F0 X0\nrank 1: F0 B0", "'X0' is no op of a schedule"),
+        ("rank 1: F0 B0\nrank 0: F0 B0", "should begin with 'rank 0:'"),
+    ],
+)
+def test_wrong_schedules_are_refused(rows: str, words: str) -> None:
+    with pytest.raises(ProgramError, match=words):
+        timed(parse_schedule(f"1f1b: 2 ranks, 2 stages, 1 micro-batches\n{rows}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "words"),
+    [
+        ("1f2b", (2, 4, 1), "no pipeline schedule '1f2b'. Did you mean '1f1b'"),
+        ("1f1b", (4, 3, 1), "needs at least as many micro-batches, but accumulate is 3"),
+        ("gpipe", (2, 4, 2), "has one stage for each rank, but virtual_stages is 2"),
+        ("interleaved", (2, 5, 2), "in rounds of 2, one for each pipeline rank, but accumulate is 5"),
+    ],
+)
+def test_sizes_that_a_schedule_cannot_have_are_refused(name: str, sizes: tuple[int, int, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        schedule_for(name, *sizes)

@@ -1,0 +1,96 @@
+"""Small models for pipelines, and races of a pipelined one against the unsplit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from twins import Block, adamw
+
+import shardwise as sw
+
+Tensor = torch.Tensor
+VOCAB, WIDTH, LENGTH = 67, 32, 6
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm, head; positions are worked out in the model's own forward, from the input."""
+
+    def __init__(self, *, tied: bool = False, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        for param in self.parameters():
+            if param.dim() > 1:
+                nn.init.normal_(param, std=0.1)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        hidden = self.tokens(x)
+        hidden = hidden + torch.linspace(-1, 1, x.shape[1], dtype=hidden.dtype)[:, None]
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(self.norm(hidden))
+        return logits if y is None else F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+
+def batches(num_steps: int, rows: int, *, lengths: Sequence[int] = (LENGTH,)) -> list[tuple[Tensor, Tensor]]:
+    numbers = torch.Generator().manual_seed(1)
+    drawn = []
+    for step in range(num_steps):
+        tokens = torch.randint(0, VOCAB, (rows, lengths[step % len(lengths)] + 1), generator=numbers)
+        drawn.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+    return drawn
+
+
+@dataclass
+class Told:
+    """What a run came to, by step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def names_of(self, model: nn.Module) -> list[str]:
+        """Every third, so that each block and both ends have some: each is gathered from all stages."""
+        return [name for name, _ in model.named_parameters()][::3]
+
+
+def unsplit(
+    model: nn.Module,
+    data: Sequence[tuple[Tensor, Tensor]],
+    *,
+    clip: float | None = None,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+) -> Told:
+    """One process, plain PyTorch, whole batches."""
+    model = copy.deepcopy(model)
+    optimizer = make_optimizer(model)
+    told = Told()
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = model(x, y)
+        loss.backward()
+        told.grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))
+        optimizer.step()
+        told.losses.append(loss.item())
+        told.norms.append(float(norm))
+    told.params = {name: value.clone() for name, value in model.state_dict().items()}
+    return told
+
+
+def rows_of(engine: sw.Engine, tensor: Tensor) -> Tensor:
+    """This rank's share of a batch: ranks of one pipeline have the same."""
+    place, num_shares = engine.mesh.data_place(engine.world.rank)
+    return tensor.chunk(num_shares)[place]

@@ -1,0 +1,216 @@
+"""Pipelined models against the unsplit one: every schedule and preset, on two and four stages."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from pipelined import Decoder, Told, batches, rows_of, unsplit
+from torch import nn
+from twins import adamw
+
+import shardwise as sw
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+NUM_STEPS, MICRO_BATCHES, CLIP = 3, 4, 0.5
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept")
+
+
+def pipelined(
+    model: nn.Module,
+    mesh: dict[str, int],
+    data: list[tuple[Tensor, Tensor]],
+    *,
+    shares_memory: bool = True,
+    optimizer: Any = adamw,
+    **plan: Any,
+) -> list[Told]:
+    """What every rank says of a run over `data`, which ranks share along data axes."""
+    num_ranks = math.prod(mesh.values())
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> Told:
+        told, mine = Told(), models[world.rank]
+        full = {"mesh": mesh, "accumulate": MICRO_BATCHES, "clip_grad_norm": CLIP, **plan}
+        with sw.shard(mine, full, optimizer=optimizer(mine), world=world) as engine:
+            for x, y in data:
+                loss = engine.forward_backward((rows_of(engine, x), rows_of(engine, y)))
+                told.losses.append(engine.mean(loss.item()))
+                if len(told.losses) == len(data):
+                    told.grads = {name: engine.get(name, "grad") for name in told.names_of(model)}
+                engine.step()
+                told.norms.append(float(engine.gradient_norm or 0.0))
+                told.extra.setdefault("recordings", []).append(engine._sharded.runner.programs.num_recordings)
+            told.extra["own"] = sorted(name for name, _ in mine.named_parameters())
+            told.params = engine.state_dict()
+        return told
+
+    return run_ranks(num_ranks, rank, shares_memory=shares_memory)
+
+
+def assert_same(runs: list[Told], twin: Told, tolerance: float = 1e-5) -> None:
+    for run in runs:
+        assert run.losses == pytest.approx(twin.losses, rel=tolerance)
+        assert run.norms == pytest.approx(twin.norms, rel=tolerance)
+        assert list(run.params) == list(twin.params)
+        assert run.grads
+        for found, expected in ((run.params, twin.params), (run.grads, twin.grads)):
+            for name, value in found.items():
+                torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_stages_with_every_preset_inside(preset: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    model = Decoder(tied=True)
+    data = batches(NUM_STEPS, 16)
+    runs = pipelined(model, {"pp": 2, "dp": 2}, data, preset=preset, pipeline={"schedule": schedule})
+    assert_same(runs, unsplit(model, data, clip=CLIP))
+    for run in runs:  # what the first step has recorded is followed from the second on
+        assert run.extra["recordings"][1:] == run.extra["recordings"][1:2] * (NUM_STEPS - 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_four_stages(schedule: str, tied: bool) -> None:
+    torch.manual_seed(0)
+    model = Decoder(tied=tied)
+    data = batches(NUM_STEPS, 8)
+    runs = pipelined(model, {"pp": 4}, data, preset="zero1", pipeline={"schedule": schedule}, shares_memory=False)
+    assert_same(runs, unsplit(model, data, clip=CLIP))
+    held = [set(run.extra["own"]) for run in runs]
+    shared = held[0] & held[3]
+    assert shared == ({"tokens.weight"} if tied else set())
+    assert set.union(*held) == {name for name, _ in model.named_parameters()}
+    assert sum(map(len, held)) == len(set.union(*held)) + tied
+
+
+def test_a_checkpoint_goes_from_stages_to_other_stages_and_to_one_process_and_back(tmp_path: Any) -> None:
+    """Each job resumes from the one before, takes a step, and saves; together they train like the twin."""
+    torch.manual_seed(0)
+    model = Decoder(tied=True)
+    meshes: list[dict[str, int]] = [{"pp": 2, "dp": 2}, {"dp": 1}, {"pp": 4}, {"pp": 2}, {"dp": 2}, {"pp": 1, "dp": 2}]
+    presets = ["zero1", "zero3", "zero3", "ddp", "zero2", "zero1"]
+    data = batches(len(meshes), 8)
+    twin = unsplit(model, data, clip=CLIP)
+    losses = []
+    for (x, y), mesh, preset in zip(data, meshes, presets, strict=True):
+        num_ranks = math.prod(mesh.values())
+        models = [Decoder(tied=True) for _ in range(num_ranks)]
+
+        def rank(world: sw.World) -> tuple[float, dict[str, Tensor]]:
+            mine = models[world.rank]  # noqa: B023
+            plan = {"preset": preset, "mesh": mesh, "accumulate": MICRO_BATCHES, "clip_grad_norm": CLIP}  # noqa: B023
+            with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+                if losses:
+                    assert engine.resume(tmp_path) is not None
+                else:
+                    engine.load_state_dict(model.state_dict())
+                share = rows_of(engine, x), rows_of(engine, y)  # noqa: B023
+                loss = engine.mean(engine.train_step(share).item())
+                engine.save(tmp_path, wait=False)
+                return loss, engine.state_dict()
+
+        told = run_ranks(num_ranks, rank)
+        losses.append(told[0][0])
+        for _, params in told:
+            assert list(params) == list(twin.params)
+    assert losses == pytest.approx(twin.losses, rel=1e-5)
+    for name, expected in twin.params.items():
+        torch.testing.assert_close(params[name], expected, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_resuming_the_same_stages_is_exact(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    data = batches(4, 8)
+
+    def run(first: int, last: int, *, resumes: bool) -> list[Told]:
+        models = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> Told:
+            mine, told = models[world.rank], Told()
+            plan = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": MICRO_BATCHES}
+            with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+                if resumes:
+                    engine.resume(tmp_path)
+                for batch in data[first:last]:
+                    told.losses.append(engine.train_step(batch).item())
+                if not resumes and last == 2:
+                    engine.save(tmp_path)
+                told.params = engine.state_dict()
+            return told
+
+        return run_ranks(2, rank)
+
+    through, _, resumed = run(0, 4, resumes=False), run(0, 2, resumes=False), run(2, 4, resumes=True)
+    for one, other in zip(through, resumed, strict=True):
+        assert one.losses[2:] == other.losses
+        assert all(torch.equal(one.params[name], other.params[name]) for name in one.params)
+
+
+def test_evaluation_and_shapes_that_change_from_batch_to_batch() -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    data = batches(6, 8, lengths=(6, 3, 5))
+    expected = [model(x, y).item() for x, y in data[:3]]
+    twin = unsplit(model, data, clip=CLIP)
+    models = [copy.deepcopy(model) for _ in range(4)]
+
+    def rank(world: sw.World) -> Told:
+        mine, told = models[world.rank], Told()
+        plan = {
+            "preset": "zero3",
+            "mesh": {"dp": 2, "pp": 2},
+            "accumulate": 2,
+            "clip_grad_norm": CLIP,
+            "pipeline": {"schedule": "interleaved"},
+        }
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            told.extra["evaluated"] = [
+                engine.mean(engine.eval_step((rows_of(engine, x), rows_of(engine, y))).item()) for x, y in data[:3]
+            ]
+            for x, y in data:
+                told.losses.append(engine.mean(engine.train_step((rows_of(engine, x), rows_of(engine, y))).item()))
+            told.params = engine.state_dict()
+        return told
+
+    for told in run_ranks(4, rank):
+        assert told.extra["evaluated"] == pytest.approx(expected, rel=1e-5)
+        assert told.losses == pytest.approx(twin.losses, rel=1e-5)
+        for name, value in twin.params.items():
+            torch.testing.assert_close(told.params[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("Lamb", 1e-4), ("Muon", 3e-3)])
+def test_optimizers_that_look_at_whole_parameters(kind: str, tolerance: float) -> None:
+    """Muon makes matrices orthogonal in bf16, which widens a difference of rounding."""
+    torch.manual_seed(0)
+    model = Decoder(tied=True)
+    data = batches(NUM_STEPS, 8)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        if kind == "Lamb":
+            return sw.optim.Lamb(model.parameters(), lr=1e-2)
+        inner = [param for block in model.blocks for param in block.parameters() if param.dim() == 2]
+        others = [param for param in model.parameters() if all(param is not one for one in inner)]
+        return sw.optim.Muon([{"params": inner}, {"params": others, "use_muon": False}], lr=1e-2)
+
+    runs = pipelined(model, {"pp": 2, "dp": 2}, data, preset="zero2", optimizer=make)
+    assert_same(runs, unsplit(model, data, clip=CLIP, make_optimizer=make), tolerance)
+
+
+def test_rules_late_sums_and_units_of_two_go_with_stages() -> None:
+    torch.manual_seed(0)
+    model = Decoder()
+    data = batches(NUM_STEPS, 8)
+    twin = unsplit(model, data, clip=CLIP)
+    rules = {"norms": {"classes": ["LayerNorm"], "rows": {"param": {"shard": []}, "held": {"shard": []}}}}
+    rows = {"grad": {"shard": [], "partial": ["dp"]}}
+    for plan in ({"rules": rules}, {"rows": rows}, {"units": {"class": "Block", "together": 2}}):
+        assert_same(pipelined(model, {"dp": 2, "pp": 2}, data, preset="zero3", **plan), twin)

@@ -1,0 +1,327 @@
+"""What a pipeline cannot do is refused with a sentence, and a stage that fails is named."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from pipelined import Decoder, batches
+from torch import nn
+from torch.nn import functional as F
+from twins import Transformer, adamw
+
+import shardwise as sw
+from shardwise.errors import ConfigError, FaultError, ModelError, ShardwiseError, StateError
+from shardwise.testing import InjectedError, run_ranks
+
+Tensor = torch.Tensor
+
+
+class OwnParameter(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class SameBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([block, nn.Linear(4, 4), block])
+
+
+class OtherOrder(nn.Module):
+    """Calls its modules in another order than it registers them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.blocks[1](x)).mean() + self.last(x).mean()
+
+
+class TwoStreams(nn.Module):
+    """Hands two tensors with gradients from block to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.blocks[0](x, x)
+        return self.blocks[1](one, one * 2).mean()
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def plan(num_ranks: int = 2, **more: Any) -> dict[str, Any]:
+    return {"preset": "zero1", "mesh": {"pp": num_ranks}, "accumulate": 4, **more}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "error", "words"),
+    [
+        (Decoder, {"accumulate": 1}, ConfigError, "needs at least as many micro-batches, but accumulate is 1"),
+        (Decoder, {"pipeline": {"schedule": "1f2b"}}, ConfigError, "no pipeline schedule '1f2b'. Did you mean '1f1b'"),
+        (Decoder, {"pipeline": {"schedule": "zb-h1"}, "compile": "eager"}, ConfigError, "takes the backward of linear"),
+        (
+            Decoder,
+            {"pipeline": {"schedule": "interleaved"}, "accumulate": 3},
+            ConfigError,
+            "in rounds of 2, one for each pipeline rank, but accumulate is 3",
+        ),
+        (
+            Decoder,
+            {"pipeline": {"stages": [["tokens", "blocks.*"], ["norm"]]}},
+            ConfigError,
+            "stages miss head, which has the parameter head.weight",
+        ),
+        (
+            Decoder,
+            {"pipeline": {"stages": [["tokens", "blocks.*"], ["blocks.3", "norm", "head"]]}},
+            ConfigError,
+            "names 'blocks.3' twice",
+        ),
+        (
+            Decoder,
+            {"pipeline": {"stages": [["tokens", "block.*"], ["norm", "head"]]}},
+            ConfigError,
+            "names 'block.\\*', but the model has no such module",
+        ),
+        (
+            Decoder,
+            {"pipeline": {"stages": [["tokens"], ["blocks", "blocks.1", "norm", "head"]]}},
+            ConfigError,
+            "names 'blocks' and also 'blocks.1' inside",
+        ),
+        (
+            Decoder,
+            {"pipeline": {"stages": [["tokens"]]}},
+            ConfigError,
+            "lists 1 stages, but 2 ranks with 1 each make 2",
+        ),
+        (Decoder, {"pipeline": {"virtual_stages": 2}}, ConfigError, "has one stage for each rank"),
+        (
+            lambda: Decoder(num_blocks=1),
+            {"pipeline": {"schedule": "interleaved", "virtual_stages": 3}},
+            ModelError,
+            "has no sequence of blocks",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4)),
+            {},
+            ConfigError,
+            "2 pipeline stages need as many modules, but Sequential has 1 in a row: 0",
+        ),
+        (
+            Decoder,
+            {"mesh": {"pp": 2, "sp": 1, "tp": 1}, "accumulate": 1},
+            ConfigError,
+            "at least as many micro-batches",
+        ),
+        (OwnParameter, {}, ModelError, "scale is a parameter of OwnParameter itself"),
+        (SameBlock, {}, ModelError, r"blocks.0 and blocks.2 are one module"),
+        (Plain, {}, ModelError, "Plain has no sequence of blocks"),
+    ],
+)
+def test_plans_and_models_that_make_no_pipeline_are_refused_and_nothing_is_changed(
+    kind: Any, more: dict[str, Any], error: type[ShardwiseError], words: str
+) -> None:
+    models = [kind() for _ in range(2)]
+    before = [dict(model.named_modules()) for model in models]
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        num_params = len(optimizer.param_groups[0]["params"])
+        with pytest.raises(error, match=words):
+            sw.shard(model, plan(**more), optimizer=optimizer, world=world)
+        assert len(optimizer.param_groups[0]["params"]) == num_params
+        assert dict(model.named_modules()) == before[world.rank]
+
+    run_ranks(2, rank)
+
+
+def test_what_needs_the_whole_model_is_refused_by_name() -> None:
+    models = [Decoder() for _ in range(2)]
+    x, y = batches(1, 4)[0]
+
+    def rank(world: sw.World) -> None:
+        model = models[world.rank]
+        optimizer = adamw(model)
+        with sw.shard(model, plan(), optimizer=optimizer, world=world) as engine:
+            for call in (lambda: model(x, y), lambda: engine(x, y), lambda: engine.backward(x.sum())):
+                with pytest.raises(StateError, match=r"cuts the model into pipeline stages.*engine\.train_step"):
+                    call()
+            refused = {
+                "reshard()": lambda: engine.reshard("zero1"),
+                "inference()": lambda: engine.inference(),
+                "rehearse()": lambda: engine.rehearse((x, y)),
+                "gathered()": lambda: engine.gathered(),
+                "optimizer_state_dict()": lambda: engine.optimizer_state_dict(),
+                "optimizer.state_dict()": lambda: optimizer.state_dict(),
+                "save_pretrained()": lambda: engine.save_pretrained("nowhere"),
+            }
+            for what, call in refused.items():
+                with pytest.raises(StateError) as refusal:
+                    call()
+                assert f"has no {what} in this version" in str(refusal.value)
+            engine.forward_backward((x, y))
+            with pytest.raises(StateError, match=r"Use engine\.clip_grad_norm_"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = engine.clip_grad_norm_(0.5)
+            with pytest.raises(StateError, match="can get no more now"):
+                engine.forward_backward((x, y))
+            engine.step()
+            assert float(norm) == pytest.approx(engine.gradient_norm)
+
+    run_ranks(2, rank)
+
+
+def test_a_live_model_cannot_be_cut_into_stages() -> None:
+    def rank(world: sw.World) -> None:
+        with (
+            sw.shard(Decoder(), {"preset": "zero1", "mesh": {"dp": 2}, "accumulate": 2}, world=world) as engine,
+            pytest.raises(ConfigError, match="cannot cut a live model into pipeline stages"),
+        ):
+            engine.reshard({"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2})
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch", "words"),
+    [
+        (OtherOrder, (torch.ones(4, 4),), "List the modules in the order"),
+        (TwoStreams, (torch.ones(4, 4),), "with a second tensor through which gradients flow"),
+        (
+            Transformer,
+            batches(1, 4)[0],
+            r"reads weight of positions, which lies on another pipeline stage|a tensor of torch.int64 first",
+        ),
+    ],
+)
+def test_forwards_that_no_pipeline_can_run_are_refused_in_the_first_step(kind: Any, batch: Any, words: str) -> None:
+    models = [kind() for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], plan(), world=world) as engine:
+            engine.forward_backward(batch)
+
+    with pytest.raises((ModelError, FaultError), match=words):
+        run_ranks(2, rank)
+
+
+class Failing(nn.Linear):
+    """Does something on purpose in its third forward."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__(4, 4)
+        self.what, self.num_calls = what, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            self.what()
+        return super().forward(x)
+
+
+def fail() -> None:
+    raise InjectedError("on purpose")
+
+
+def sequential(what: Any, place: int) -> nn.Module:
+    return nn.Sequential(*(Failing(what) if at == place else nn.Linear(4, 4) for at in range(3)))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_that_raises_is_named_on_every_rank(place: int, schedule: str) -> None:
+    said: dict[int, BaseException] = {}
+    models = [sequential(fail, place) for _ in range(3)]
+
+    def rank(world: sw.World) -> None:
+        try:
+            with sw.shard(models[world.rank], plan(3, pipeline={"schedule": schedule}), world=world) as engine:
+                engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4), loss_fn=F.mse_loss)
+        except BaseException as error:
+            said[world.rank] = error
+            raise
+
+    with pytest.raises((InjectedError, FaultError)):
+        run_ranks(3, rank)
+    assert isinstance(said[place], InjectedError)
+    for other in {0, 1, 2} - {place}:
+        assert isinstance(said[other], FaultError), said[other]
+        assert said[other].kind == "raised"
+        assert said[other].ranks == (place,)
+        assert "on purpose" in str(said[other])
+
+
+def test_a_stage_that_stalls_ends_the_job_at_the_timeout_by_name() -> None:
+    models = [sequential(lambda: time.sleep(4), 1) for _ in range(3)]
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], plan(3), world=world) as engine:
+            engine.forward_backward(torch.ones(4, 4), torch.ones(4, 4), loss_fn=F.mse_loss)
+
+    with pytest.raises(FaultError, match=r"Timeout of 1.5 s: rank 1 computes") as caught:
+        run_ranks(3, rank, timeout_seconds=1.5)
+    assert caught.value.ranks == (1,)
+
+
+def test_stages_that_are_given_other_batches_are_told_so() -> None:
+    models = [Decoder(num_blocks=2) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        x, y = batches(1, 4 + 4 * world.rank)[0]
+        with sw.shard(models[world.rank], plan(), world=world) as engine:
+            engine.train_step((x, y))
+
+    with pytest.raises(ModelError, match=r"rank 1 was given another batch than rank 0"):
+        run_ranks(2, rank)
+
+
+def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
+    """A loss function that raises before anything was sent leaves nothing behind on a single rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        mine = models[world.rank]
+        with sw.shard(mine, plan(), optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
+            with pytest.raises(ConfigError, match="cannot be cut into 4"):
+                engine.train_step(x[:3], y[:3], loss_fn=F.mse_loss)
+            engine.train_step(x, y, loss_fn=F.mse_loss)
+            return engine.state_dict()
+
+    F.mse_loss(plain(x), y).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for state in run_ranks(2, rank):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("axis", "more"), [("sp", {}), ("tp", {"tensor": {"plan": {"blocks.*.up": "column_gathered"}}})]
+)
+def test_other_splits_beside_stages_are_refused(axis: str, more: dict[str, Any]) -> None:
+    def rank(world: sw.World) -> None:
+        with pytest.raises(
+            ConfigError, match=f"along pp and {axis}, but in this version stages go with data axes alone"
+        ):
+            sw.shard(Decoder(), {"mesh": {"pp": 2, axis: 2}, "accumulate": 2, **more}, world=world)
+
+    run_ranks(4, rank)

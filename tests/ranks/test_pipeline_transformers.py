@@ -1,0 +1,146 @@
+"""Decoders of the transformers library in stages, as they are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_transformers import VOCAB, library
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ModelError
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+}
+ROTARY = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**ROTARY, "tie_word_embeddings": True},
+    "qwen3": {**ROTARY, "head_dim": 8},
+    "gemma2": {**ROTARY, "head_dim": 8, "sliding_window": 4},
+    "mixtral": {**ROTARY, "num_local_experts": 2},
+    "phi3": ROTARY,
+    "gpt2": {
+        "vocab_size": VOCAB,
+        "n_positions": 16,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+    },
+    "opt": {**SIZES, "ffn_dim": 48, "max_position_embeddings": 16, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "bert": {**SIZES, "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+NUM_STEPS, MICRO_BATCHES = 3, 4
+
+
+def build(kind: str, **changes: Any) -> nn.Module:
+    config = library().AutoConfig.for_model(kind, **{**MODELS[kind], **changes})
+    return library().AutoModelForCausalLM.from_config(config)
+
+
+def padded(num_steps: int = NUM_STEPS) -> list[dict[str, Tensor]]:
+    """Rows of several lengths, with their masks."""
+    numbers = torch.Generator().manual_seed(1)
+    drawn = []
+    for _ in range(num_steps):
+        tokens = torch.randint(1, VOCAB, (8, 12), generator=numbers)
+        mask = torch.arange(12) < torch.randint(6, 13, (8, 1), generator=numbers)
+        labels = tokens.masked_fill(~mask, -100)
+        drawn.append({"input_ids": tokens.masked_fill(~mask, 0), "attention_mask": mask.long(), "labels": labels})
+    return drawn
+
+
+def twin_of(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    model, losses, norms = copy.deepcopy(model), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in data:
+        parts = [
+            dict(zip(batch, one, strict=True))
+            for one in zip(*(t.chunk(MICRO_BATCHES) for t in batch.values()), strict=True)
+        ]
+        mean = 0.0
+        for part in parts:
+            loss = model(**part).loss / MICRO_BATCHES
+            loss.backward()
+            mean += loss.item()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean)
+    return losses, norms, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "preset", "mesh", "schedule", "recomputes"),
+    [
+        ("llama", "zero1", {"pp": 4}, "1f1b", False),
+        ("llama", "zero3", {"pp": 2}, "interleaved", True),
+        ("qwen3", "zero1", {"pp": 2}, "1f1b", True),
+        ("gemma2", "zero3", {"pp": 3}, "gpipe", False),
+        ("mixtral", "ddp", {"pp": 2}, "1f1b", False),
+        ("phi3", "zero2", {"pp": 2}, "interleaved", False),
+        ("gpt2", "zero3", {"pp": 2}, "1f1b", False),
+        ("llama", "zero3", {"pp": 2}, "zb-h1", False),
+        ("opt", "zero1", {"pp": 2}, "interleaved", False),
+        ("bert", "zero1", {"pp": 3}, "1f1b", False),
+    ],
+)
+def test_a_decoder_in_stages_trains_like_the_whole(
+    kind: str, preset: str, mesh: dict[str, int], schedule: str, recomputes: bool
+) -> None:
+    torch.manual_seed(0)
+    model = build(kind)
+    model.train()
+    if recomputes:
+        model.activation_checkpointing_enable()
+    data = padded()
+    losses, norms, params = twin_of(model, data)
+    models = [copy.deepcopy(model) for _ in range(mesh["pp"])]
+
+    def rank(world: sw.World) -> tuple[list[float], list[float], dict[str, Tensor]]:
+        mine = models[world.rank]
+        plan = {
+            "preset": preset,
+            "mesh": mesh,
+            "accumulate": MICRO_BATCHES,
+            "clip_grad_norm": 1.0,
+            "pipeline": {"schedule": schedule},
+        }
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        told: tuple[list[float], list[float], dict[str, Tensor]] = ([], [], {})
+        with sw.shard(mine, plan, optimizer=optimizer, world=world) as engine:
+            for batch in data:
+                told[0].append(engine.train_step(batch).item())
+                told[1].append(float(engine.gradient_norm or 0.0))
+            told[2].update(engine.state_dict())
+        return told
+
+    for own_losses, own_norms, own_params in run_ranks(mesh["pp"], rank):
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        assert list(own_params) == list(params)
+        for name, value in params.items():
+            torch.testing.assert_close(own_params[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_a_loss_over_the_routers_of_all_layers_is_refused() -> None:
+    models = [build("mixtral", output_router_logits=True) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with pytest.raises(ModelError, match=r"config has output_router_logits.* Set it to False"):
+            sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world)
+
+    run_ranks(2, rank)
