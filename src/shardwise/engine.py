@@ -221,12 +221,12 @@ class Engine(EngineTraining):
 
         `batch` is a dict with `input_ids` or `inputs_embeds`, a tensor, or a list or tuple of tensors; whatever has as
         many entries in dimension 1 as there are tokens is cut there. `documents`, int `[batch, tokens]`: tokens see
-        only those of the same number. Without it a dict's `position_ids` that begin anew begin a document.
+        only those of the same number.
 
         In a dict `attention_mask`, `[batch, tokens]`, says what is no padding, and is taken out. For models of
-        transformers `position_ids` are added, and `labels` shifted as a causal language model does (`shift_labels`,
-        with `num_items_in_batch` so that the mean of the ranks' losses is that of the whole sample). Where tokens do
-        not divide, a dict is padded behind.
+        transformers `position_ids` are added (where given ones begin anew a document begins, unless there is a mask),
+        and `labels` shifted as a causal language model does: `shift_labels`, with `num_items_in_batch` so that the mean
+        of the ranks' losses is that of the whole sample. Where tokens do not divide, a dict is padded behind.
 
         A model of transformers that is called with a whole batch splits it by itself, in this way.
 

@@ -115,6 +115,21 @@ def test_documents_of_an_own_model() -> None:
     torch.testing.assert_close(torch.cat(outputs, 1), torch.cat(parts, 1), rtol=1e-5, atol=1e-5)
 
 
+def test_positions_of_an_own_model_say_nothing_of_documents() -> None:
+    """What its attention may see it says itself."""
+    model, batch = seeded(Gpt), batches(1, rows=2)[0]
+    batch["position_ids"] = torch.cat([torch.arange(6), torch.arange(TOKENS - 6)]).expand(2, -1)
+    with torch.no_grad():
+        expected = model(batch["input_ids"], batch["position_ids"])
+
+    def work(engine: sw.Engine) -> Tensor:
+        mine = engine.split_sequence(batch)
+        with torch.no_grad():
+            return engine(mine["input_ids"], mine["position_ids"])
+
+    torch.testing.assert_close(torch.cat(on_two(work, lambda: seeded(Gpt)), 1), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_loader_deals_by_data_axes() -> None:
     """Ranks that share in a sequence read the same rows, and others other rows."""
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from tests.thorough import drawn
 
 Tensor = torch.Tensor
 VOCAB, DIM = 31, 4
@@ -91,7 +92,7 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=drawn(6, 60), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     shape=SHAPES,
     mesh=st.sampled_from(MESHES),

@@ -94,10 +94,11 @@ class Splitter:
         self._check_same({**tensors, **_maybe(documents=documents)})
         num_tokens = _num_tokens(tensors)
         first = tensors.get("input_ids", tensors.get("inputs_embeds", next(iter(tensors.values()))))
-        kept = self._kept(batch.pop("attention_mask", None), first, num_tokens)
+        mask = batch.pop("attention_mask", None)
+        kept = self._kept(mask, first, num_tokens)
         documents = _checked_documents(documents, first)
         self._add_positions(batch, first, num_tokens)
-        if documents is None and kept is None and "position_ids" in batch:
+        if documents is None and mask is None and self._numbers:  # as transformers does
             documents = _documents_of(batch["position_ids"], len(first))
         self._shift_labels(batch)
         missing = -num_tokens % Layout.multiple(self._line.num_ranks, is_zigzag=self._is_zigzag)
