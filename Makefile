@@ -49,11 +49,12 @@ types: .venv/.test ## types, by mypy
 imports: .venv/.test ## who may import whom, by import-linter
 	$(BIN)/lint-imports
 
+PLAN_FILE = $(or $(wildcard examples/stdlib_gpt/$(PLAN).yaml),$(PLAN))
 train: .venv/.train ## train a small GPT: NPROC=2 PLAN=zero3 STEPS=50 OUT=runs/stdlib_gpt/zero3 ARGS="..."
-	@$(BIN)/shardwise explain "$(PLAN)" --world "$(NPROC)" > /dev/null # a wrong plan is refused before ranks start
+	@$(BIN)/shardwise explain "$(PLAN_FILE)" --world "$(NPROC)" > /dev/null # a wrong plan is refused before ranks start
 	@echo "Training examples/stdlib_gpt on $(NPROC) ranks with the plan $(PLAN)."
 	@HINTS=make exec $(BIN)/shardwise launch --nproc $(NPROC) examples/stdlib_gpt/train.py \
-	  --plan "$(PLAN)" $(if $(STEPS),--steps $(STEPS)) $(if $(OUT),--out "$(OUT)") $(ARGS)
+	  --plan "$(PLAN_FILE)" $(if $(STEPS),--steps $(STEPS)) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 bench: .venv-bench/.made ## race the peers: QUICK=1 for two minutes of it, ARGS="--sizes small --rounds 5"
 	@exec $(PEERS_BIN)/python -m benchmarks peers $(if $(QUICK),--quick) $(ARGS)

@@ -38,16 +38,15 @@ class ModelSize:
 class Attention(nn.Module):
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.head_size = size.width // size.heads
         self.qkv = nn.Linear(size.width, 3 * size.width)
         self.out = nn.Linear(size.width, size.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        heads = self.qkv(x).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        q, k, v = heads.unbind(0)
+        # However many heads there are here: a plan may leave a rank some of them.
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_size)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(rows, length, width))  # type: ignore[no-any-return]
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

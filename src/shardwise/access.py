@@ -102,9 +102,14 @@ class Access:
                 whole[name] = value.detach().cpu().clone()
         return whole
 
-    def kept_params(self) -> dict[str, torch.dtype]:
-        """The sharded parameters in the order of `whole_params`, and the dtypes in which they are kept."""
-        return {slot.name: self._dtype(flat, PARAM) for flat in self._flats for slot in flat.slots}
+    def kept_params(self) -> dict[str, Tensor]:
+        """The sharded parameters in the order of `whole_params`: whole, in the dtypes in which they are kept, without
+        memory."""
+        return {
+            slot.name: torch.empty(slot.whole_shape, dtype=self._dtype(flat, PARAM), device="meta")
+            for flat in self._flats
+            for slot in flat.slots
+        }
 
     def whole_params(self) -> Iterator[tuple[str, Tensor]]:
         """Each sharded parameter by its name, whole, in the precision in which the optimizer keeps it.

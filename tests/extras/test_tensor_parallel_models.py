@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,31 @@ def test_a_model_cut_as_its_plan_says_trains_as_itself(name: str) -> None:
             assert torch.allclose(found[key], grad, rtol=1e-3, atol=1e-5), key
         for key, value in twin.state_dict().items():
             assert torch.allclose(state[key], value, rtol=1e-4, atol=1e-5), key
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_it_generates_and_is_saved_as_the_unsplit_model(kind: str, tmp_path: Path) -> None:
+    model = built(kind, {}).eval()
+    models = [copy.deepcopy(model) for _ in range(4)]
+    prompt = torch.tensor([[5, 6, 7]])
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    plan = {"preset": "zero3", "mesh": {"dp": 2, "tp": 2}}
+
+    def rank(world: sw.World) -> list[Tensor]:
+        own = models[world.rank]
+        with sw.shard(own, plan, world=world) as engine:
+            engine.save_pretrained(tmp_path / "saved")
+            found = []
+            for keep_bytes in (None, 0):
+                with engine.inference(keep_bytes):
+                    found.append(own.generate(prompt, max_new_tokens=6, do_sample=False))
+            return found
+
+    for found in run_ranks(4, rank):
+        assert all(torch.equal(one, expected) for one in found)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for name, value in back.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
 
 
 def test_experts_are_refused_by_name() -> None:

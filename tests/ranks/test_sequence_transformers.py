@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from sequences import TOKENS, Batch, assert_same, split_run, whole_run
 from small_transformers import VOCAB, gpt2, library, llama
 from torch import nn
+from torch.nn import functional
 from twins import adamw
 
 import shardwise as sw
@@ -102,6 +104,30 @@ def test_other_models(build: Any) -> None:
     for attention in ("ulysses", "ring"):
         run = split_run(model, data, "zero2", {"sp": 2}, sequence={"attention": attention}, loss_of=own_loss)
         assert_same(run, twin)
+
+
+def test_a_model_that_looks_both_ways() -> None:
+    """Of BERT the loss over masked tokens is worked out from the logits."""
+
+    def bert() -> nn.Module:
+        sizes = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return library().BertForMaskedLM(library().BertConfig(**sizes, num_attention_heads=4))
+
+    def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+        inputs = {name: value for name, value in batch.items() if name != "targets"}
+        targets = batch["targets"].flatten()
+        losses = functional.cross_entropy(model(**inputs).logits.flatten(0, 1), targets, reduction="none")
+        counted = targets != IGNORED
+        return model.mean_over_tokens(losses, counted) if isinstance(model, sw.Engine) else losses[counted].mean()
+
+    model = built(bert)
+    data = [{"input_ids": one["input_ids"], "targets": one["labels"]} for one in batches(2)]
+    for batch in data:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, 12:] = 0
+    for attention in ("ulysses", "ring"):
+        run = split_run(model, data, "zero3", {"sp": 2}, sequence={"attention": attention}, loss_of=loss_of)
+        assert_same(run, whole_run(model, data, loss_of=loss_of))
 
 
 def test_a_plain_loop_gives_whole_batches() -> None:
@@ -199,6 +225,30 @@ def test_what_cannot_be_split_is_refused() -> None:
 
         with pytest.raises((ModelError, sw.ShardwiseError), match=message):
             run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "is_ring"),
+    [
+        ({"sp": 2}, False),
+        ({"sp": 4}, False),
+        ({"sp": 3}, True),
+        ({"tp": 2, "sp": 2}, False),
+        ({"tp": 2, "sp": 4}, True),
+    ],
+)
+def test_by_itself_a_plan_takes_ulysses_where_heads_divide(mesh: dict[str, int], is_ring: bool) -> None:
+    """Four of queries; beside tensor parallelism a rank has its part of them."""
+    model = built(llama)
+    num_ranks = int(torch.tensor(list(mesh.values())).prod())
+    replicas = [copy.deepcopy(model) for _ in range(num_ranks)]
+
+    def rank(world: sw.World) -> bool:
+        with sw.shard(replicas[world.rank], {"preset": "zero3", "mesh": mesh}, world=world) as engine:
+            tokens = torch.arange(24)[None]
+            return engine.split_sequence({"input_ids": tokens})["position_ids"].diff().max().item() > 1
+
+    assert run_ranks(num_ranks, rank)[0] is is_ring
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "ring"])

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
-from shardwise.cli.explanation import Explanation, Subject, UnitSize, as_json, explain, stand_in
+from shardwise.cli.explanation import Explanation, Subject, as_json, explain, stand_in
 from shardwise.cli.print_explanation import print_explained, print_presets
 from shardwise.config import Plan, load_plan
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.placement import PRESETS, Table, mesh_for, preset, table_for
-from shardwise.program import OPTIMIZERS, Activations, UnitSpec
+from shardwise.program import OPTIMIZERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,24 +86,21 @@ def _explained(args: argparse.Namespace) -> Explanation:
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch needs a model: give --model FILE:CALLABLE too.")
-    is_pipelined = "pp" in mesh.axes and mesh.size("pp") > 1
-    if args.batch is not None and is_pipelined:
-        raise ConfigError("--batch counts the activations of a whole model; leave it out for a mesh with an axis pp.")
-    units, sizes, activations, stages = _units(args, plan, table, mesh)
-    subject = Subject(units, sizes, args.optimizer_states, args.optimizer, activations, args.batch, stages)
-    return explain(plan, mesh, table, known_from, subject)
+    return explain(plan, mesh, table, known_from, _subject(args, plan, table, mesh))
 
 
-def _units(
-    args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh
-) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...], Activations | None, str]:
-    """Units, their sizes, the activations of a batch, if there is one, and who has which stage of a pipeline."""
+def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> Subject:
+    """The model that was named, or what stands for one where there is none."""
     if args.model is None:
-        return stand_in(table, mesh, args.optimizer), (), None, ""
+        return Subject(stand_in(table, mesh, args.optimizer), (), args.optimizer_states, args.optimizer)
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)
+    subject = Subject(specs, sizes, args.optimizer_states, args.optimizer, stages=stages)
     if args.batch is None:
-        return specs, sizes, None, stages
-    return specs, sizes, model_file.activations_of(model, args.batch, plan, table, mesh), stages
+        return subject
+    if stages:
+        raise ConfigError("--batch counts the activations of a whole model; leave it out for a mesh with an axis pp.")
+    activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh)
+    return replace(subject, activations=activations, batch=args.batch, activation_bytes=sent_bytes)

@@ -51,6 +51,8 @@ class Subject:
     optimizer: str | None = None
     activations: Activations | None = None
     batch: str | None = None
+    activation_bytes: int = 0
+    """What a rank sends of activations and their gradients, in a forward and backward on the batch."""
     stages: str = ""
     """Of a pipeline: which rank has which modules."""
 
@@ -88,8 +90,9 @@ class Explanation:
 
     @property
     def sent_bytes(self) -> int:
-        """What one rank sends in one optimizer step, all its micro-batches included."""
-        return self.step.sent_bytes(self.plan.accumulate)
+        """What one rank sends in one optimizer step, all its micro-batches included; of activations if they are
+        known."""
+        return self.step.sent_bytes(self.plan.accumulate) + self.subject.activation_bytes * self.plan.accumulate
 
     @property
     def sent_by_axis(self) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import sys
@@ -27,7 +28,7 @@ from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import rehearse
 from shardwise.sharding import boxes_for, split_of
 from shardwise.storage import UnitChoice, choose_units, make_unit, tables_for, unit_spec
-from shardwise.telemetry import ByteMeter
+from shardwise.telemetry import ByteMeter, Ledger
 from shardwise.tensor import AXIS, Line, Regions
 
 
@@ -71,8 +72,24 @@ def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageL
     return [one for one in own if one.params]
 
 
-def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh) -> Activations:
-    """What `model` holds in a forward and backward on the batch that `FILE:CALLABLE` returns.
+class _CountsAnew:
+    """In the place of a model's forward: what a rehearsal that is repeated has sent counts once."""
+
+    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
+        self._model = model
+        self._ledger = ledger
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CountsAnew:
+        return _CountsAnew(copy.deepcopy(self._model, memo), self._ledger)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._ledger.clear()
+        return type(self._model).forward(self._model, *args, **kwargs)
+
+
+def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh) -> tuple[Activations, int]:
+    """What `model` holds in a forward and backward on the batch that `FILE:CALLABLE` returns, and the bytes that it
+    sends there along model axes.
 
     Runs the file and the callable, and the model's forward on tensors without values, which claim to be on a GPU if
     this machine has one.
@@ -92,11 +109,13 @@ def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh
     choices = _choices(model, plan, mesh)
     units = [make_unit(choice, rows, mesh, first, ByteMeter(), device, on_host=on_host) for choice in choices]
     units = [unit for unit in units if unit.flats]
-    split = split_of(model, plan, mesh, 0)
+    split, ledger = split_of(model, plan, mesh, 0), Ledger()
     if split is not None:
-        line = Line(None, Group(AXIS, mesh.group(0, AXIS), 0))
+        line = Line(None, Group(AXIS, mesh.group(0, AXIS), 0), ledger)
         split.carry_out(line, Regions(line))
-    return rehearse(model, units, batch, device=device, compute=table.compute)
+        model.__dict__["forward"] = _CountsAnew(model, ledger)
+    activations = rehearse(model, units, batch, device=device, compute=table.compute)
+    return activations, sum(ledger.sent_bytes.values())
 
 
 def _device() -> torch.device:

@@ -223,9 +223,12 @@ def _bytes_note(explained: Explanation) -> Text:
 
 
 def _sent(explained: Explanation) -> str:
-    num = explained.plan.accumulate
+    num, subject = explained.plan.accumulate, explained.subject
     text = format_bytes(explained.sent_bytes)
     by_axis = explained.sent_by_axis
     if len(by_axis) > 1:
         text += f", {', '.join(f'{format_bytes(sent)} along {axis}' for axis, sent in by_axis.items())}"
+    if "tp" in explained.mesh.model_axes:
+        said = format_bytes(subject.activation_bytes * num) if subject.batch else "besides what --batch would count"
+        text += f", {said} of activations along tp"
     return text if num == 1 else f"{text} in {num} micro-batches"

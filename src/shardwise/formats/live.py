@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 def save_pretrained(
     model: nn.Module,
-    kept: Mapping[str, torch.dtype],
+    kept: Mapping[str, Tensor],
     whole: Iterator[tuple[str, Tensor]],
     world: World,
     folder: Path,
@@ -33,8 +33,9 @@ def save_pretrained(
 ) -> None:
     """Write `model` into `folder`. All ranks call, and all get the error if rank 0 cannot write.
 
-    `kept` has the sharded parameters and their dtypes, in the order in which `whole` yields them. Ranks meet in each
-    step of `whole`, so every rank goes through all of it, whatever happens to rank 0.
+    `kept` has the sharded parameters, in the order in which `whole` yields them, as tensors without memory that have
+    the shapes and dtypes of the whole ones. Ranks meet in each step of `whole`, so every rank goes through all of it,
+    whatever happens to rank 0.
     """
     if hasattr(model, "peft_config"):
         raise ModelError(
@@ -57,7 +58,7 @@ def save_pretrained(
 
 def _write(
     model: nn.Module,
-    kept: Mapping[str, torch.dtype],
+    kept: Mapping[str, Tensor],
     whole: Iterator[tuple[str, Tensor]],
     draft: Path,
     dtype: torch.dtype | None,
@@ -65,8 +66,8 @@ def _write(
 ) -> None:
     names = ModelNames.of(model)
     loose = _loose(model, names, kept)
-    specs = {name: _spec(PARAM, name, names, dtype or own) for name, own in kept.items()}
-    specs |= {name: _spec(BUFFER, name, names, tensor.dtype) for name, tensor in loose.items()}
+    specs = {name: _spec(PARAM, name, names, dtype or own.dtype, own) for name, own in kept.items()}
+    specs |= {name: _spec(BUFFER, name, names, tensor.dtype, tensor) for name, tensor in loose.items()}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     specs = {name: spec for name, spec in specs.items() if name not in ignored}
     with HfWriter(draft, list(specs.values()), max_file_bytes) as writer:
@@ -83,15 +84,14 @@ def _chained(whole: Iterator[tuple[str, Tensor]], loose: Mapping[str, Tensor]) -
     yield from loose.items()
 
 
-def _loose(model: nn.Module, names: ModelNames, kept: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+def _loose(model: nn.Module, names: ModelNames, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of the state dict is not sharded: buffers, and parameters of integers. Every rank has them."""
     own = {name: param.detach() for name, param in model.named_parameters() if name not in kept}
     return own | {name: one for name, one in model.named_buffers() if name in names.buffers}
 
 
-def _spec(kind: str, name: str, names: ModelNames, dtype: torch.dtype) -> Spec:
-    shape = names.params[name] if name in names.params else names.buffers[name]
-    return Spec(kind, names.saved_as.get(name, name), shape, dtype)
+def _spec(kind: str, name: str, names: ModelNames, dtype: torch.dtype, like: Tensor) -> Spec:
+    return Spec(kind, names.saved_as.get(name, name), tuple(like.shape), dtype)
 
 
 def _write_configuration(model: Any, folder: Path, dtype: torch.dtype | None) -> None:

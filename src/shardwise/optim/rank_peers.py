@@ -56,7 +56,8 @@ class RankPeers:
     # -- what an optimizer asks -------------------------------------------------------------------------
 
     def shape_of(self, param: nn.Parameter) -> tuple[int, ...]:
-        return self._by_param[param].shape
+        piece = self._by_param[param]
+        return piece.flat.slots[piece.index].whole_shape
 
     def start_of(self, param: nn.Parameter) -> int:
         return self._by_param[param].span.start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,16 @@ class Sample:
         return self is other or (plain and self.layout == other.layout)
 
 
+class Asked(NamedTuple):
+    """What a model says of one call of attention, besides its tensors. `scale` defaults to 1 / sqrt(dim)."""
+
+    is_causal: bool
+    scale: float | None = None
+    dropout: float = 0.0
+    window: int | None = None
+    softcap: float | None = None
+
+
 class Attention:
     """The attention of one model whose sequences are split over `line`, by all-to-alls or around a ring."""
 
@@ -48,30 +59,20 @@ class Attention:
         """Samples of forwards whose backward may be still to come, where they differ."""
         self._has_gone_back = False
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float | None = None,
-        dropout: float = 0.0,
-        window: int | None = None,
-        softcap: float | None = None,
-        recomputed: bool = False,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked, *, recomputed: bool) -> Tensor:
         """Like `scaled_dot_product_attention` over the whole sequence, for this rank's tokens.
 
         `query` is `[batch, heads, local tokens, dim]`; keys may have fewer heads. `recomputed`: in a backward.
         """
         sample = self._sample_of(query, key, recomputed=recomputed)
         self.num_calls += 1
-        weighing = Weighing(1 / math.sqrt(query.shape[-1]) if scale is None else scale, softcap)
+        scale = 1 / math.sqrt(query.shape[-1]) if asked.scale is None else asked.scale
+        weighing = Weighing(scale, asked.softcap)
         query, key, value = _in_one_dtype(query, key, value)
         if query.shape[1] % key.shape[1]:
             raise ModelError(f"{query.shape[1]} heads of queries do not divide among {key.shape[1]} heads of keys.")
-        visibility = Visibility(is_causal, window, sample.documents, sample.kept)
+        visibility = Visibility(asked.is_causal, asked.window, sample.documents, sample.kept)
+        dropout, whole = asked.dropout, (sample.layout, self.line, visibility, weighing)
         if self.is_ring and dropout:
             raise ModelError(
                 f"Ring attention has no dropout, and this model asks for {dropout:g} in its attention. Set it to 0, or "
@@ -79,9 +80,9 @@ class Attention:
             )
         with torch._C.DisableTorchFunction():  # what is computed here is not to be led here again
             if self.is_ring:
-                out = ring_attention(query, key, value, sample.layout, self.line, visibility, weighing)
+                out = ring_attention(query, key, value, *whole)
             else:
-                out = ulysses_attention(query, key, value, sample.layout, self.line, visibility, weighing, dropout)
+                out = ulysses_attention(query, key, value, *whole, dropout)
         if out.requires_grad:
             out.register_hook(self._note_backward)  # type: ignore[no-untyped-call]  # torch's own
         return out

@@ -32,8 +32,8 @@ def check_model(model: nn.Module, plan: Plan) -> None:
     hugging_face.check(model)
 
 
-def is_ring(model: nn.Module, plan: Plan, num_ranks: int) -> bool:
-    """Whether attention goes round a ring: as the plan says, else where heads are known not to divide."""
+def is_ring(model: nn.Module, plan: Plan, num_shares: int) -> bool:
+    """Whether attention goes round a ring: as the plan says, else where heads are known not to divide among so many."""
     if plan.sequence.attention != "auto":
         return plan.sequence.attention == "ring"
-    return any(number % num_ranks for number in hugging_face.num_heads(model))
+    return any(number % num_shares for number in hugging_face.num_heads(model))

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.runtime import in_backward
-from shardwise.sequence.attention import Attention
+from shardwise.sequence.attention import Asked, Attention
 
 Tensor = torch.Tensor
 NAME = "shardwise_sequence"
@@ -107,29 +107,21 @@ def _attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: `[batch, heads, tokens, dim]` in, `[batch, tokens, heads, dim]` out."""
     _check_call(module, attention_mask, kwargs)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if sliding_window is not None and not causal:
-        raise ModelError(f"{type(module).__name__} has a window that looks both ways, which cannot be split yet.")
-    out = _ATTENTIONS[module].attend(
-        query,
-        key,
-        value,
-        is_causal=causal,
-        scale=scaling,
-        dropout=dropout,
-        window=sliding_window,
-        softcap=softcap,
-        recomputed=in_backward(),
+    said = kwargs.get("is_causal")
+    asked = Asked(
+        is_causal=getattr(module, "is_causal", True) if said is None else said,
+        scale=kwargs.get("scaling"),
+        dropout=kwargs.get("dropout", 0.0),
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
     )
+    if asked.window is not None and not asked.is_causal:
+        raise ModelError(f"{type(module).__name__} has a window that looks both ways, which cannot be split yet.")
+    out = _ATTENTIONS[module].attend(query, key, value, asked, recomputed=in_backward())
     return out.transpose(1, 2).contiguous(), None
 
 

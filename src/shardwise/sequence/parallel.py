@@ -8,6 +8,7 @@ generator as it was inside, because torch's checkpointing keeps its state.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -44,7 +45,8 @@ class SequenceParallel:
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, world: World, device: torch.device) -> None:
         self._line = Line(world.collectives(device), world.group(mesh, SEQUENCE_AXIS))
-        ring = is_ring(model, plan, self._line.num_ranks)
+        num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)  # some of the heads are elsewhere
+        ring = is_ring(model, plan, self._line.num_ranks * num_cuts)
         self.attention = Attention(self._line, is_ring=ring)
         self._model = model
         self._device = device

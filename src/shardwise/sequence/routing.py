@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import ModelError
 from shardwise.runtime import in_backward
-from shardwise.sequence.attention import Attention
+from shardwise.sequence.attention import Asked, Attention
 
 Tensor = torch.Tensor
 _OTHER_ATTENTION: dict[Any, str] = {
@@ -80,9 +80,7 @@ class Routing(TorchFunctionMode):
                 f"scaled_dot_product_attention was given {query.shape[1]} heads of queries and {key.shape[1]} of keys "
                 f"without enable_gqa=True."
             )
-        return self._attention.attend(
-            query, key, value, is_causal=is_causal, scale=scale, dropout=dropout_p, recomputed=in_backward()
-        )
+        return self._attention.attend(query, key, value, Asked(is_causal, scale, dropout_p), recomputed=in_backward())
 
     def _check_positions(self, model: nn.Module, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         sample = self._attention.sample

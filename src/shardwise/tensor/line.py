@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.comm import Collectives, Group
+from shardwise.telemetry import Ledger
 
 Tensor = torch.Tensor
 SUBJECT = "activations"
@@ -19,16 +20,18 @@ class Line:
     they are the same tensor.
     """
 
-    __slots__ = ("_collectives", "group")
+    __slots__ = ("_collectives", "_ledger", "group")
 
-    def __init__(self, collectives: Collectives | None, group: Group) -> None:
-        """Without `collectives` nothing is sent, and only shapes mean something: for rehearsals."""
+    def __init__(self, collectives: Collectives | None, group: Group, ledger: Ledger | None = None) -> None:
+        """Without `collectives` nothing is sent, and only shapes mean something: for rehearsals. A `ledger` then counts
+        what would be."""
         self._collectives = collectives
+        self._ledger = ledger
         self.group = group
 
     def __deepcopy__(self, memo: object) -> Line:
         """A copy of a model is a rehearsal's: a sharded model itself cannot be copied."""
-        return Line(None, self.group)
+        return Line(None, self.group, self._ledger)
 
     @property
     def size(self) -> int:
@@ -57,6 +60,7 @@ class Line:
         out = torch.empty_like(source)
         if self._collectives is not None:
             self._collectives.all_reduce(out, source, self.group, source.dtype, SUBJECT).wait()
+        self._note("all_reduce", 2 * source.nbytes // self.size)
         return out[:numel].view(tensor.shape)
 
     def concatenate(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -69,6 +73,7 @@ class Line:
         own[first.shape[0] :].zero_()
         if self._collectives is not None:
             self._collectives.all_gather(full.view(-1), self.group, SUBJECT).wait()
+        self._note("gather", full.nbytes // self.size)
         parts = [full[place, :size] for place, size in enumerate(sizes)]
         whole = full.flatten(0, 1) if min(sizes) == longest else torch.cat(parts)
         return whole.movedim(0, dim).contiguous()
@@ -83,6 +88,7 @@ class Line:
         out = torch.empty_like(source[0]).view(-1)
         if self._collectives is not None:
             self._collectives.reduce_scatter(out, source.view(-1), self.group, out.dtype, SUBJECT).wait()
+        self._note("reduce_scatter", out.nbytes)
         own = out.view(longest, *parts[0].shape[1:])[: sizes[self.place]]
         return own.movedim(0, dim).contiguous()
 
@@ -90,3 +96,8 @@ class Line:
         """Of each element the largest that any rank has."""
         every = self.concatenate(tensor.reshape(1, -1), 0, [1] * self.size)
         return every.amax(0).view(tensor.shape)
+
+    def _note(self, verb: str, chunk_bytes: int) -> None:
+        """Count a message of so many bytes to each other rank, where nobody else does."""
+        if self._collectives is None and self._ledger is not None:
+            self._ledger.sent(verb, self.group.axis, (self.size - 1) * chunk_bytes)

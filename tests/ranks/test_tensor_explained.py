@@ -1,0 +1,66 @@
+"""`explain` of a plan that cuts a model: the mesh, what a rank holds, and the bytes that are sent for activations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from split_models import TENSOR, Transformer, tokens
+
+import shardwise as sw
+from shardwise.cli.main import main
+from shardwise.testing import run_ranks
+
+MODEL = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from split_models import Transformer, tokens
+
+def build():
+    return Transformer()
+
+def batch():
+    return tokens(0)
+"""
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_promised_is_what_is_sent_and_held(
+    preset: str, sequence: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan: dict[str, Any] = {
+        "preset": preset,
+        "mesh": {"dp": 2, "tp": 2},
+        "tensor": {**TENSOR, "sequence": sequence},
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "model.py").write_text(MODEL)
+    asked = ["explain", str(tmp_path / "plan.json"), "--world", "4", "--optimizer", "adamw"]
+    asked += ["--model", f"{tmp_path}/model.py:build", "--batch", f"{tmp_path}/model.py:batch"]
+    assert main([*asked, "--json"]) == 0
+    promised = json.loads(capsys.readouterr().out)
+    models = [Transformer() for _ in range(4)]
+
+    def rank(world: sw.World) -> tuple[int, int]:
+        model = models[world.rank]
+        with sw.shard(model, plan, optimizer=torch.optim.AdamW(model.parameters()), world=world) as engine:
+            for _ in range(3):
+                engine.backward(engine(tokens(0)))
+                engine.step()
+            ledger = engine._sharded.ledger
+            ledger.clear()
+            engine.backward(engine(tokens(0)))
+            engine.step()
+            return sum(ledger.sent_bytes.values()), engine.memory().measured["param"]
+
+    for sent_bytes, param_bytes in run_ranks(4, rank):
+        assert sent_bytes == promised["sent_bytes_per_step"]
+        assert param_bytes == promised["bytes"]["param"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert "tensor parallelism: one sample, parts of the model" in said
+    assert "of activations along tp" in said
