@@ -84,7 +84,7 @@ def build(args: argparse.Namespace, world: sw.World) -> Run:
     model = ByteGPT(ModelSize(args.layers, args.width, args.heads, args.context))
     optimizer = torch.optim.AdamW(decay_groups(model, weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95))
     engine = sw.shard(model, plan, optimizer=optimizer, world=world)
-    dealt = engine.mesh.data_place(world.rank)
+    dealt = engine.data_ranks
     rows = batch_rows(args, dealt[1] * plan.accumulate, dealt[1])
     return Run(
         args=args,

@@ -64,7 +64,7 @@ class Access:
         slot = flat.slots[index]
         if tuple(value.shape) != slot.whole_shape:
             raise ModelError(f"{name} has shape {list(slot.whole_shape)}, but the new value has {list(value.shape)}.")
-        value = part_of(value, slot.box)
+        value = part_of(value.detach(), slot.box)
         if what != PARAM and not self._exists_anywhere(flat, index, what):
             raise ModelError(f"{name} has no {what} to write to; there is one {_when(what)}.")
         if what == PARAM:

@@ -24,9 +24,9 @@ class EngineTraining(EngineState):
         the model's output, or the output's `loss`.
 
         Returns the mean loss over the micro-batches, detached, on every rank: of this rank's own data, and under a
-        pipeline the same on all its stages (`engine.mean(loss)` is that of all data). All ranks call; ranks of one
-        pipeline with the same batch, whose tensors outside the first and last stage count by shape and as the model's
-        own forward reads them. Clipping, loss scale and schedule are the plan's; `engine.gradient_norm` has the norm.
+        pipeline the same on all its stages (`engine.mean(loss.item())` is that of all data). All ranks call, those of
+        one pipeline with the same batch. Clipping, loss scale and schedule are the plan's; the norm is
+        `engine.gradient_norm`.
 
         Raises `ConfigError` for a batch that cannot be cut, and `StateError` in between micro-batches of a loop.
         """

@@ -27,6 +27,7 @@ from shardwise.tensor import AXIS, Generators, Line, Regions, SameBatch, Split, 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
 Boxes = Mapping[nn.Parameter, Box]
+_NOT_BESIDE_STAGES = MODEL_AXES.keys() - {STAGES, AXIS}
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Design:
                 name = f"{choice.name}+" if alone else choice.name
                 choices.append(replace(choice, name=name, params=shared, sites=sites))
         rows = {param: row for param, row in self.rows.items() if param in own}
-        return replace(self, choices=choices, rows=rows, boxes={**self.boxes, **staged.boxes()})
+        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes))
 
     def carry_out(self, world: World, device: torch.device, updates: Updates) -> Sharding:
         """Make the flat buffers, to be filled by the caller. All ranks call."""
@@ -126,11 +127,11 @@ def design(model: nn.Module, plan: Plan, world: World, known: Boxes | None = Non
     split = split_of(model, plan, mesh, world.rank) if known is None else None
     boxes = boxes_for(model, mesh, world.rank, split) if known is None else known
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
-    others = " and ".join(axis for axis in mesh.axes if axis in MODEL_AXES and axis != STAGES and mesh.size(axis) > 1)
+    others = " and ".join(axis for axis in mesh.axes if axis in _NOT_BESIDE_STAGES and mesh.size(axis) > 1)
     if stages is not None and others:
         raise ConfigError(
-            f"The mesh {mesh} splits the model along {STAGES} and {others}, but in this version stages go with "
-            f"data axes alone. Leave out either."
+            f"The mesh {mesh} splits the model along {STAGES} and {others}, but in this version stages go with data "
+            f"axes and {AXIS} alone. Leave out either."
         )
     return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split, stages)
 

@@ -16,19 +16,19 @@ Tensor = torch.Tensor
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, drops_last: bool) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-        self.inner, self.outer = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.inner, self.outer = nn.Dropout(0.5), nn.Dropout(0.5) if drops_last else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.outer(self.down(self.inner(self.up(x).abs() + 1)) + 5)
 
 
 class Model(nn.Module):
-    def __init__(self, *, recomputes: bool) -> None:
+    def __init__(self, *, recomputes: bool, drops_last: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(drops_last=drops_last) for _ in range(3))
         self.recomputes = recomputes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ class Model(nn.Module):
 def main(folder: Path, kind: str) -> None:
     with sw.World.join() as world:
         torch.manual_seed(world.rank)  # on purpose not the same
-        model = Model(recomputes=kind == "recomputed")
-        tensor = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}, "sequence": kind == "sequence"}
+        model = Model(recomputes="recomputed" in kind, drops_last="early" not in kind)
+        tensor = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}, "sequence": "sequence" in kind}
         plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": tensor}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         dropped: dict[str, list[list[bool]]] = {}

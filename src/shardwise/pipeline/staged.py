@@ -10,9 +10,9 @@ exception that `EndOfForward` is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, NoReturn
 
@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
-from shardwise.pipeline.layout import AXIS, StageLayout, refuse_sums_over_layers
+from shardwise.pipeline.layout import StageLayout, refuse_sums_over_layers
+from shardwise.pipeline.whole import WholeNames, holders_of
 from shardwise.placement import Box
 from shardwise.runtime import EndOfForward, tensors_in
 
@@ -117,7 +118,7 @@ class StagedModel:
         """Of this rank's stages."""
         self.whole = WholeNames.of(model)
         self.place = place
-        self.holders = _holders(model, layout, modules)
+        self.holders = holders_of(model, layout, modules)
         """The places along the axis at which each parameter lies, by its first name: several if stages share it."""
         self.group_names: list[list[str]] = []
         """The parameters of the optimizers' groups when those were whole."""
@@ -150,14 +151,18 @@ class StagedModel:
         is_in_stage = any(name.startswith(f"{piece}.") for piece in self._names)
         return is_in_stage or self.place == 0
 
-    def boxes(self) -> dict[nn.Parameter, Box]:
-        """On how many ranks of the pipeline each of this rank's parameters lies, if any lies on several."""
-        if not any(len(places) > 1 for places in self.holders.values()):
+    def boxes(self, within: Mapping[nn.Parameter, Box]) -> dict[nn.Parameter, Box]:
+        """This rank's parts of its parameters, where it has parts or other ranks of the pipeline have copies.
+
+        `within` are the parts that ranks of one stage have.
+        """
+        if not within and not any(len(places) > 1 for places in self.holders.values()):
             return {}
         boxes = {}
         for name, param in self.model.named_parameters():
-            places = self.holders[name]
-            boxes[param] = Box.whole(tuple(param.shape), len(places), places.index(self.place))
+            places, box = self.holders[name], within.get(param) or Box.whole(tuple(param.shape))
+            place = places.index(self.place) * box.copies + box.place
+            boxes[param] = replace(box, copies=box.copies * len(places), place=place)
         return boxes
 
     def take_from(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -268,42 +273,6 @@ class StagedModel:
             f"the forward. List the modules in the order in which {type(self.model).__name__} calls them: "
             f"pipeline.stages."
         )
-
-
-@dataclass(frozen=True)
-class WholeNames:
-    """What the model has that was whole: shapes of parameters and kept buffers, and further names of tied ones."""
-
-    shapes: dict[str, tuple[int, ...]]
-    ties: dict[str, str]
-    state_names: tuple[str, ...]
-    """All that its `state_dict()` has, in that order."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> WholeNames:
-        first: dict[Tensor, str] = {}
-        every = list(model.named_parameters(remove_duplicate=False))
-        for name, param in every:
-            first.setdefault(param, name)
-        kept = model.state_dict(keep_vars=True).keys()
-        for name, module in model.named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                raise ModelError(
-                    f"{name or type(model).__name__} has an extra state (get_extra_state), which this version cannot "
-                    f"gather from pipeline stages. Leave the axis {AXIS!r} out of the mesh."
-                )
-        shapes = {name: tuple(param.shape) for param, name in first.items()}
-        shapes |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in kept}
-        return cls(shapes, {name: first[param] for name, param in every if first[param] != name}, tuple(kept))
-
-
-def _holders(model: nn.Module, layout: StageLayout, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
-    places: dict[Tensor, set[int]] = {}
-    for stage, names in enumerate(layout.stages):
-        for name in names:
-            for param in modules[name].parameters():
-                places.setdefault(param, set()).add(layout.place_of(stage))
-    return {name: tuple(sorted(places[param])) for name, param in model.named_parameters()}
 
 
 def _handed_over(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

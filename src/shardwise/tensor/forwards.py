@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from shardwise.errors import ModelError
 from shardwise.placement import Span
+from shardwise.runtime.hooks import in_backward
 from shardwise.tensor.functions import apply as _apply
 from shardwise.tensor.functions import copy_to, gather_from, reduce_from, scatter_to
 from shardwise.tensor.line import Line
@@ -107,8 +108,12 @@ class Row(Forward):
 
     def __call__(self, tensor: Tensor) -> Tensor:
         own = scatter_to(tensor, self.line, -1, self.sizes) if self.scatters else tensor
-        weight = self.weight_of()
-        made = own @ weight if self.is_conv1d else functional.linear(own, weight)
+        weight, made = self.weight_of(), None
+        try:
+            made = own @ weight if self.is_conv1d else functional.linear(own, weight)
+        finally:
+            if made is None:  # a recomputation that needs no more ends here, by an exception of torch's own
+                self.regions.forget()
         return self.regions.leave(made, self.module._parameters.get("bias"), on_sequence=self.on_sequence)
 
 
@@ -171,7 +176,11 @@ class SequenceEdge(Forward):
         if self.is_first:
             cut = partial(self.regions.cut_sequence, is_training=self.module.training)
             args, kwargs = with_first(args, kwargs, self.module, cut)
-        made = self.original(*args, **kwargs)
+        try:
+            made = self.original(*args, **kwargs)
+        finally:
+            if self.is_first and in_backward():
+                self.regions.abandon()
         if not self.is_last:
             return made
         if isinstance(made, tuple):

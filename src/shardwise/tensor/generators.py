@@ -45,6 +45,10 @@ class Generators:
             self._restore(self._common)
             self._common = None
 
+    def abandon(self) -> None:
+        """The same, but the generators are put back by somebody else."""
+        self._common = None
+
     def agree(self, world: World, group: Group) -> None:
         """Take over the states of the first rank of the line. All of it call."""
         collectives = world.collectives(torch.device("cpu"))

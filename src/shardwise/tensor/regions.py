@@ -46,7 +46,7 @@ class Regions:
             entered = gather_to(tensor, self.line, SEQUENCE_DIM, sizes)
         if not is_alone:
             self._entered = weakref.ref(tensor), tensor._version, torch.is_grad_enabled(), entered
-            if self._generators is not None and module.training:
+            if self._generators is not None and module.training and not on_sequence:  # else they have parted before
                 self._generators.part()
         return entered
 
@@ -79,6 +79,12 @@ class Regions:
         self._entered = None
         if self._generators is not None:
             self._generators.join()
+
+    def abandon(self) -> None:
+        """A block that was computed again is through, and whoever does that puts the generators back."""
+        self._entered = None
+        if self._generators is not None:
+            self._generators.abandon()
 
     def _sizes(self, length: int) -> list[int]:
         num_ranks = self.line.size

@@ -1,0 +1,50 @@
+"""What a model has while it is whole, noted before ranks let go of the stages of others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.pipeline.layout import AXIS, StageLayout
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class WholeNames:
+    """What the model has that was whole: shapes of parameters and kept buffers, and further names of tied ones."""
+
+    shapes: dict[str, tuple[int, ...]]
+    ties: dict[str, str]
+    state_names: tuple[str, ...]
+    """All that its `state_dict()` has, in that order."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WholeNames:
+        first: dict[Tensor, str] = {}
+        every = list(model.named_parameters(remove_duplicate=False))
+        for name, param in every:
+            first.setdefault(param, name)
+        kept = model.state_dict(keep_vars=True).keys()
+        for name, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise ModelError(
+                    f"{name or type(model).__name__} has an extra state (get_extra_state), which this version cannot "
+                    f"gather from pipeline stages. Leave the axis {AXIS!r} out of the mesh."
+                )
+        shapes = {name: tuple(param.shape) for param, name in first.items()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in kept}
+        return cls(shapes, {name: first[param] for name, param in every if first[param] != name}, tuple(kept))
+
+
+def holders_of(model: nn.Module, layout: StageLayout, modules: dict[str, nn.Module]) -> dict[str, tuple[int, ...]]:
+    """The places along the axis at which each parameter lies, by its first name."""
+    places: dict[Tensor, set[int]] = {}
+    for stage, names in enumerate(layout.stages):
+        for name in names:
+            for param in modules[name].parameters():
+                places.setdefault(param, set()).add(layout.place_of(stage))
+    return {name: tuple(sorted(places[param])) for name, param in model.named_parameters()}
