@@ -86,6 +86,8 @@ def _explained(args: argparse.Namespace) -> Explanation:
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch needs a model: give --model FILE:CALLABLE too.")
+    if args.batch is not None and "pp" in mesh.model_axes:
+        raise ConfigError("--batch counts the activations of a whole model; leave it out for a mesh with an axis pp.")
     return explain(plan, mesh, table, known_from, _subject(args, plan, table, mesh))
 
 
@@ -100,7 +102,5 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
     subject = Subject(specs, sizes, args.optimizer_states, args.optimizer, stages=stages)
     if args.batch is None:
         return subject
-    if stages:
-        raise ConfigError("--batch counts the activations of a whole model; leave it out for a mesh with an axis pp.")
     activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh)
     return replace(subject, activations=activations, batch=args.batch, activation_bytes=sent_bytes)
