@@ -467,7 +467,7 @@ def test_a_preset_of_two_axes_takes_the_ranks_of_a_host_for_its_inner_one() -> N
         mesh_for(Plan(preset="hpz"), 8, 0)
 
 
-@pytest.mark.parametrize("axis", ["pp", "ep"])
+@pytest.mark.parametrize("axis", ["ep", "cp"])
 def test_axes_of_another_parallelism_are_refused(axis: str) -> None:
     for size in (4, -1):
         with pytest.raises(ConfigError, match=rf"has the axis '{axis}', which means \w+ parallelism"):
