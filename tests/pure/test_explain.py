@@ -415,5 +415,5 @@ def test_a_pipeline_is_shown_as_who_has_what_and_as_a_grid(
     assert told["schedule"].startswith("1f1b: 2 ranks, 2 stages, 2 micro-batches\n")
     assert told["bubble"] == pytest.approx(1 / 3)
     assert "leave it out for a mesh with an axis pp" in refused(
-        str(plan), "--world", "4", "--model", "a:b", "--batch", "a:b"
+        str(plan), "--world", "4", "--model", f"{model_file}:Tiny", "--batch", "a:b"
     )
