@@ -33,7 +33,7 @@ test: lint types imports ## all that has to pass before anything lands
 check: lint types imports ## what takes about a minute: style, types, imports, what needs no ranks
 	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
 
-thorough: .venv/.test ## tests that draw or try more than in `make test`: plain loops everywhere, models, checkpoints
+thorough: .venv/.test ## what `make test` leaves out: the other cases of tests that have many, and more that is drawn
 	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $$(grep -rl --include='test_*.py' 'tests.thorough' tests)
 
 extras: .venv-extras/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...

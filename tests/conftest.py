@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import settings
+
+from tests.thorough import divided
 
 torch.set_num_threads(1)
 settings.register_profile("busy", deadline=None)  # a machine that does other things must not fail a test
 settings.load_profile("busy")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to `make thorough` what is its part, unless tests were named one by one."""
+    if any("::" in argument for argument in config.args):
+        return
+    items[:], later = divided(items)
+    config.hook.pytest_deselected(items=later)

@@ -176,6 +176,5 @@ def test_a_rank_that_ends_before_it_joins(tmp_path: Path) -> None:
     assert done.stderr.startswith(
         "shardwise: rank 1 of 3 ended early: its script was over, and the others needed it.\n"
     ), done.stderr
-    assert (
-        "ranks 0, 2 then raised shardwise.errors.FaultError: Rank 1 has ended, and well, before it met" in done.stderr
-    )
+    # One of the others may have been ended while it was still importing.
+    assert "then raised shardwise.errors.FaultError: Rank 1 has ended, and well, before it met" in done.stderr

@@ -12,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from twins import VOCAB, WIDTH, Run, Transformer, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 Tensor = torch.Tensor
 

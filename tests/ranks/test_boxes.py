@@ -15,6 +15,9 @@ import shardwise as sw
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 Tensor = torch.Tensor
 MESHES: list[tuple[str, dict[str, int]]] = [

@@ -21,6 +21,9 @@ from twins import Transformer, adamw, batches, train_steps, work_on_ranks
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError, ModelError
 from shardwise.formats.torch_files import load_file as load_torch_file
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 Tensor = torch.Tensor

@@ -21,6 +21,9 @@ from twins import VOCAB, WIDTH, Batch, Run, Transformer, adamw, assert_as_near, 
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(3)
 
 Tensor = torch.Tensor
 NUM_STEPS, NUM_RANKS, ROWS = 4, 2, 8

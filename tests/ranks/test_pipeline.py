@@ -14,6 +14,9 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(3)
 
 Tensor = torch.Tensor
 NUM_STEPS, MICRO_BATCHES, CLIP = 3, 4, 0.5

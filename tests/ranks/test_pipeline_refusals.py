@@ -16,6 +16,9 @@ from twins import Transformer, adamw
 import shardwise as sw
 from shardwise.errors import ConfigError, FaultError, ModelError, ShardwiseError, StateError
 from shardwise.testing import InjectedError, run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 Tensor = torch.Tensor
 

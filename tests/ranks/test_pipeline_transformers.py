@@ -13,6 +13,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(3)
 
 Tensor = torch.Tensor
 SIZES = {

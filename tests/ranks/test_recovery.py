@@ -14,6 +14,9 @@ from twins import PRESETS_2, PRESETS_2X2, Batch, Transformer, assert_same, batch
 
 import shardwise as sw
 from shardwise.errors import StateError
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 Tensor = torch.Tensor
 CASES = [*PRESETS_2, *PRESETS_2X2]

@@ -28,6 +28,9 @@ from shardwise.rehearsal.rehearse import PROCESS_BYTES
 from shardwise.storage import choose_units, make_unit, tables_for, torch_dtype
 from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 CPU = torch.device("cpu")
 GENERATOR_BYTES = torch.get_rng_state().nbytes

@@ -19,6 +19,9 @@ import shardwise.optim  # its tables are not to be counted
 from shardwise.checkpoint import TrainingState
 from shardwise.errors import ConfigError, StateError
 from shardwise.testing import InjectedError, run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 TWO = {"node": 2, "local": 2}
 PLANS: dict[str, dict[str, Any]] = {

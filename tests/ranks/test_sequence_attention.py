@@ -18,6 +18,9 @@ from shardwise.mesh import Mesh
 from shardwise.sequence import Layout, Visibility, Weighing, blocks, ring_attention, ulysses, ulysses_attention
 from shardwise.sequence.line import Line
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(4)
 
 Tensor = torch.Tensor
 BATCH, TOKENS, DIM = 2, 16, 8

@@ -18,6 +18,9 @@ from shardwise.data import Loader
 from shardwise.errors import ConfigError, ModelError, ShardwiseError, StateError
 from shardwise.sequence.parallel import _drawing_apart
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 Tensor = torch.Tensor
 PLAN: dict[str, Any] = {"preset": "zero3", "mesh": {"sp": 2}}

@@ -16,6 +16,9 @@ from twins import adamw
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(3)
 
 IGNORED = -100
 

@@ -18,6 +18,9 @@ MODEL = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from split_models import Transformer, tokens
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 def build():
     return Transformer()

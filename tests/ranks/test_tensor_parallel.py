@@ -19,6 +19,9 @@ import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from shardwise.placement import PRESETS
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 Tensor = torch.Tensor
 Build = Callable[[], nn.Module]

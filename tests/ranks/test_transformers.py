@@ -13,6 +13,9 @@ from twins import adamw
 
 import shardwise as sw
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(4)
 
 
 def losses_of(model: nn.Module, tokens: torch.Tensor) -> list[float]:
