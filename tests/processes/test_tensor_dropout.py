@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.thorough import one_in
+
+pytestmark = one_in(6)
+
 SCRIPT = Path(__file__).with_name("dropping.py")
 
 

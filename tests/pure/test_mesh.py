@@ -114,6 +114,7 @@ def test_an_axis_that_is_not_there_is_named_with_the_nearest() -> None:
         mesh.group(0, "dp")
 
 
+@settings(max_examples=30)
 @given(MESHES)
 def test_data_axes_are_those_that_mean_no_other_parallelism(mesh: Mesh) -> None:
     assert set(mesh.data_axes) == set(mesh.axes) & {"dp", "node", "local"}

@@ -19,7 +19,7 @@ from shardwise.placement import PRESETS
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(3)
+pytestmark = one_in(4)
 
 ONE_AXIS = sorted(name for name, preset in PRESETS.items() if len(preset.axes) == 1)
 SPLIT = {"sp": 2}
