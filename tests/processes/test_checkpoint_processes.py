@@ -7,10 +7,6 @@ from pathlib import Path
 import pytest
 from launched import launch
 
-from tests.thorough import one_in
-
-pytestmark = one_in(2)
-
 SCRIPT = Path(__file__).with_name("train_and_save.py")
 
 

@@ -31,9 +31,6 @@ FAILS = """
 import os, signal, sys
 import torch, shardwise as sw
 from torch import nn
-from tests.thorough import one_in
-
-pytestmark = one_in(2)
 
 world = sw.World.join(timeout_seconds=60)
 model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
