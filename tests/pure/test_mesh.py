@@ -81,7 +81,7 @@ def test_lines_of_100_000_ranks() -> None:
     ("axes", "message"),
     [
         ({"dp": -1, "tp": -1}, "Only one mesh axis may be -1, but dp and tp are."),
-        ({"dp": -1, "tp": 3}, "The mesh dp=-1 x tp=3 makes 3 ranks, but the world has 8."),
+        ({"dp": -1, "tp": 3}, "The mesh dp=-1 x tp=3 makes 3 ranks, but the world has 8. Start a multiple of 3 ranks"),
         ({"dp": 0}, "Mesh axis 'dp' has size 0; a size is at least 1."),
         ({"dp": -1, "tp": 0}, "Mesh axis 'tp' has size 0; a size is at least 1."),
         ({"dp": -2, "tp": -4}, "Mesh axis 'dp' has size -2; a size is at least 1."),

@@ -65,9 +65,11 @@ class Mesh:
             sizes[unknown[0]] = world_size // known
         mesh = cls(tuple(sizes), tuple(size if size != -1 else 1 for size in sizes.values()))
         if mesh.world_size != world_size:
+            cure = f"Make the sizes multiply to {world_size}, or write -1 for the axis that takes the rest."
+            if unknown:
+                cure = f"Start a multiple of {known} ranks, or change sizes: {unknown[0]} takes what is left."
             raise ConfigError(
-                f"The mesh {_said(axes)} makes {mesh.world_size} ranks, but the world has {world_size}. "
-                f"Make the sizes multiply to {world_size}, or write -1 for the axis that takes the rest."
+                f"The mesh {_said(axes)} makes {mesh.world_size} ranks, but the world has {world_size}. {cure}"
             )
         return mesh
 
