@@ -340,8 +340,12 @@ def weight_norm_before(loop: Loop) -> Any:
     return train(loop)
 
 
+_DRAWING = threading.Lock()
+"""Ranks are threads, which share torch's random generator."""
+
+
 def _spectral_norm_before(loop: Loop) -> None:
-    with torch.random.fork_rng():
+    with _DRAWING, torch.random.fork_rng():
         torch.manual_seed(5)
         parametrizations.spectral_norm(loop.model.blocks[0].up)
     loop.model.eval()  # without the power iteration, of which the twin would do two
