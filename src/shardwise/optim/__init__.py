@@ -3,6 +3,7 @@
 from shardwise.optim.adam import AdamW
 from shardwise.optim.adopted import SCALAR_STATES, AdoptedOptimizer
 from shardwise.optim.cooperative import Cooperative, Peers
+from shardwise.optim.host_adam import AdamTensors, HostAdam, Updating
 from shardwise.optim.hyper import hyper_digest, hyperparameters
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
@@ -13,15 +14,18 @@ from shardwise.optim.rank_peers import RankPeers
 
 __all__ = [
     "SCALAR_STATES",
+    "AdamTensors",
     "AdamW",
     "AdoptedOptimizer",
     "Cooperative",
+    "HostAdam",
     "Lamb",
     "Lion",
     "Muon",
     "Peers",
     "Piece",
     "RankPeers",
+    "Updating",
     "hidden_matrices",
     "hyper_digest",
     "hyperparameters",
