@@ -3,7 +3,7 @@
 from shardwise.optim.adam import AdamW
 from shardwise.optim.adopted import SCALAR_STATES, AdoptedOptimizer
 from shardwise.optim.cooperative import Cooperative, Peers
-from shardwise.optim.host_adam import AdamTensors, HostAdam, Updating
+from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.optim.hyper import hyper_digest, hyperparameters
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
@@ -25,7 +25,6 @@ __all__ = [
     "Peers",
     "Piece",
     "RankPeers",
-    "Updating",
     "hidden_matrices",
     "hyper_digest",
     "hyperparameters",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim.adam import CACHE_NUMEL
+from shardwise.tiers import Pending
 
 Tensor = torch.Tensor
 Kernel = Callable[..., None]
@@ -78,20 +79,6 @@ class AdamTensors:
         return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
 
-class Updating:
-    """An update that runs on other threads."""
-
-    def __init__(self, shares: Sequence[Future[None]]) -> None:
-        self._shares = shares
-
-    def wait(self) -> None:
-        """Return once all is updated; raise what a thread raised."""
-        for share in self._shares:
-            share.exception()  # all of them end before one raises: tensors are written to until then
-        for share in self._shares:
-            share.result()
-
-
 class HostAdam:
     """Adam and AdamW (arXiv:1412.6980, arXiv:1711.05101) over flat tensors on the host. `close()` it.
 
@@ -112,7 +99,7 @@ class HostAdam:
 
     def start(
         self, every: Iterable[AdamTensors], group: Mapping[str, Any], *, step: int, scale: float = 1.0
-    ) -> Updating:
+    ) -> Pending:
         """Begin one update of `every`. Until `wait` the tensors are not to be touched.
 
         `group` has the settings: an entry of `param_groups` of torch's Adam or AdamW. `step` counts from 1. Gradients
@@ -132,7 +119,7 @@ class HostAdam:
                 self._update(task, kernel, count, scale)
 
         pool = self._threads()
-        return Updating([pool.submit(work) for _ in range(min(self.num_threads, len(tasks)))])
+        return Pending([pool.submit(work) for _ in range(min(self.num_threads, len(tasks)))])
 
     def update(self, every: Iterable[AdamTensors], group: Mapping[str, Any], *, step: int, scale: float = 1.0) -> None:
         """`start`, and wait."""
