@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import warm
 
+import warm
 from shardwise.errors import TierError
 from shardwise.tiers import TierFolder
 

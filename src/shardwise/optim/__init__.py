@@ -3,6 +3,7 @@
 from shardwise.optim.adam import AdamW
 from shardwise.optim.adopted import SCALAR_STATES, AdoptedOptimizer
 from shardwise.optim.cooperative import Cooperative, Peers
+from shardwise.optim.disk_states import DiskStates, SlicedFile
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.optim.hyper import hyper_digest, hyperparameters
 from shardwise.optim.lamb import Lamb
@@ -18,6 +19,7 @@ __all__ = [
     "AdamW",
     "AdoptedOptimizer",
     "Cooperative",
+    "DiskStates",
     "HostAdam",
     "Lamb",
     "Lion",
@@ -25,6 +27,7 @@ __all__ = [
     "Peers",
     "Piece",
     "RankPeers",
+    "SlicedFile",
     "hidden_matrices",
     "hyper_digest",
     "hyperparameters",
