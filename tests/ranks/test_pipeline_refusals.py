@@ -74,7 +74,12 @@ def plan(num_ranks: int = 2, **more: Any) -> dict[str, Any]:
     ("kind", "more", "error", "words"),
     [
         (Decoder, {"accumulate": 1}, ConfigError, "needs at least as many micro-batches, but accumulate is 1"),
-        (Decoder, {"pipeline": {"schedule": "1f2b"}}, ConfigError, "no pipeline schedule '1f2b'. Did you mean '1f1b'"),
+        (
+            Decoder,
+            {"pipeline": {"schedule": "1f2b"}},
+            ConfigError,
+            "pipeline.schedule is '1f2b'; expected gpipe, 1f1b, interleaved or zb-h1.",
+        ),
         (Decoder, {"pipeline": {"schedule": "zb-h1"}, "compile": "eager"}, ConfigError, "takes the backward of linear"),
         (
             Decoder,

@@ -509,9 +509,7 @@ def test_ranks_that_share_a_sample_are_told_if_they_got_others() -> None:
             assert engine.data_ranks == (world.rank // 2, 2)
             engine(tokens(world.rank))
 
-    with pytest.raises(
-        DataError, match=r"Ranks \d and \d share each sample along the mesh axis 'tp', .* argument 0"
-    ):
+    with pytest.raises(DataError, match=r"Ranks \d and \d share each sample along the mesh axis 'tp', .* argument 0"):
         run_ranks(4, rank)
 
 
