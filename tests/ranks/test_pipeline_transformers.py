@@ -159,7 +159,7 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
 
     def rank(world: sw.World) -> None:
         with pytest.raises(
-            ModelError, match=r"T5ForConditionalGeneration is an encoder and a decoder, .* Leave pp out"
+            ModelError, match=r"T5ForConditionalGeneration is an encoder and a decoder"
         ):
             sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world)
 

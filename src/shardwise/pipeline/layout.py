@@ -61,7 +61,7 @@ def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
     refuse_sums_over_layers(config, "The model's config")
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(
-            f"{type(model).__name__} is an encoder and a decoder, each of whose blocks needs what the last of the encoder "
+            f"{type(model).__name__} is an encoder and a decoder, all of whose blocks need what the encoder's last one "
             f"makes; a pipeline hands on what goes from one block to the next. Leave {AXIS} out of the mesh."
         )
     schedule = schedule_of(plan, num_ranks)
