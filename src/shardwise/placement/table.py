@@ -90,6 +90,18 @@ class Table:
             optim=kept(self.optim),
         )
 
+    def without(self, axis: str) -> Table:
+        """The same table for parameters of which ranks along `axis` have different ones: nothing is shared there."""
+
+        def others(axes: Axes) -> Axes:
+            return tuple(one for one in axes if one != axis)
+
+        places = {
+            kind: replace(self.place(kind), shard=others(self.place(kind).shard), partial=others(self.place(kind).partial))
+            for kind in KINDS
+        }
+        return replace(self, axes=others(self.axes), **places)
+
     def _check_axes(self, kind: Kind) -> None:
         place = self.place(kind)
         for axis in place.shard + place.partial:
