@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from shardwise.comm import DataGroup, SharedBuffers, World
+from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.errors import ConfigError, ModelError
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
@@ -22,7 +22,7 @@ from shardwise.runtime import check_backend
 from shardwise.sequence import check_model as check_sequence
 from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
-from shardwise.tensor import AXIS, Generators, Line, Regions, SameBatch, Split, Verifier, draws, split_for
+from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, Verifier, draws, split_for
 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
@@ -200,7 +200,7 @@ def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, de
     regions = Regions(line, agree_on_generators(model, mesh, world))
     split.carry_out(line, regions)
     model.register_forward_pre_hook(lambda *_: regions.forget())
-    model.register_forward_pre_hook(SameBatch(line), with_kwargs=True)
+    model.register_forward_pre_hook(FirstBatch(line), with_kwargs=True)
 
 
 def agree_on_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.cli.explanation import UnitSize
-from shardwise.comm import Group
+from shardwise.comm import Group, Line
 from shardwise.config import Plan
 from shardwise.devices import TorchAccelerator
 from shardwise.errors import ConfigError, ModelError, nearest
@@ -29,7 +29,7 @@ from shardwise.rehearsal import rehearse
 from shardwise.sharding import boxes_for, split_of
 from shardwise.storage import UnitChoice, choose_units, make_unit, tables_for, unit_spec
 from shardwise.telemetry import ByteMeter, Ledger
-from shardwise.tensor import AXIS, Line, Regions
+from shardwise.tensor import AXIS, Regions
 
 
 def units_of(

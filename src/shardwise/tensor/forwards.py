@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.placement import Span
 from shardwise.runtime.hooks import in_backward
 from shardwise.tensor.functions import apply as _apply
 from shardwise.tensor.functions import copy_to, gather_from, reduce_from, scatter_to
-from shardwise.tensor.line import Line
 from shardwise.tensor.regions import Regions
 
 Tensor = torch.Tensor
