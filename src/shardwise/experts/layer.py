@@ -70,11 +70,10 @@ class Experts(nn.Module):
 
     def _made_of(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Of rows that lie expert after expert."""
-        first: Tensor = self.gate_up_proj if self.gated else self.up_proj
-        last: Tensor = self.down_proj
+        first, last = self.get_parameter("gate_up_proj" if self.gated else "up_proj"), self.down_proj
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
-            rows, first, last = rows.to(dtype), first.to(dtype), last.to(dtype)
+            rows, first, last = rows.to(dtype), first.to(dtype), last.to(dtype)  # type: ignore[assignment]
         inner = grouped_linear(rows, first, counts)
         activate = _ACTIVATIONS[self.activation]
         if self.gated:

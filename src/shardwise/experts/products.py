@@ -21,7 +21,7 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
         made: Tensor = functional.grouped_mm(rows, weights.mT, offs=ends)
         return made
-    parts = rows.split(counts.tolist())
+    parts = rows.split_with_sizes(counts.tolist())
     return torch.cat([functional.linear(part, weight) for part, weight in zip(parts, weights.unbind(0), strict=True)])
 
 

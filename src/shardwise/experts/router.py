@@ -23,7 +23,7 @@ Total = Callable[[Tensor], Tensor]
 class Routing(NamedTuple):
     """Of each token the numbers of its experts, int64 `[tokens, top_k]`, and their weights, likewise, at least fp32."""
 
-    index: Tensor
+    experts: Tensor
     weights: Tensor
 
 
@@ -161,3 +161,13 @@ def update_biases(model: nn.Module) -> None:
             load = torch.zeros(router.num_experts, dtype=torch.int64, device=router.bias.device)
         counts = router.total(load.to(torch.float32))
         router.bias += router.bias_rate * torch.sign(counts.mean() - counts)
+
+
+def refuse_losses(model: nn.Module) -> None:
+    """Raise `ModelError` for a model whose routers have losses: of a pipeline the last stage would add its own."""
+    for name, router in routers_of(model).items():
+        if router.balance_loss or router.z_loss:
+            raise ModelError(
+                f"{name} has a balance_loss or z_loss, which the last stage of a pipeline would have to add, and it "
+                f"has its own routers alone. Balance with bias_rate instead, or leave pp out of the mesh."
+            )

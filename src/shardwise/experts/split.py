@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwise.comm import Line
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, ModelError
-from shardwise.experts.dispatch import DispatchedExperts, ExpertRanks
+from shardwise.experts.dispatch import DispatchedExperts
 from shardwise.experts.layer import Experts
 from shardwise.mesh import EXPERT_AXIS, Mesh
 from shardwise.placement import Box, Span
@@ -62,12 +63,12 @@ class ExpertSplit:
             for param in found.params
         }
 
-    def carry_out(self, ranks: ExpertRanks) -> None:
+    def carry_out(self, line: Line) -> None:
         """Change the modules in place, whose parameters are parts already."""
         for found in self.modules:
             deals = self.deals[found.path]
             found.module.num_experts = deals[self.place].numel  # type: ignore[assignment]  # a module's own attribute
-            found.module.__dict__["forward"] = DispatchedExperts(found.module, ranks, deals)
+            found.module.__dict__["forward"] = DispatchedExperts(found.module, line, deals)
 
     def __str__(self) -> str:
         """`ep 0: experts 0-3 of 8 in blocks.*.experts (2 modules)`, a line for each place and deal."""
@@ -93,14 +94,15 @@ def expert_split(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> ExpertS
         raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
     if plan.tensor.sequence and "tp" in mesh.model_axes:
         raise ConfigError(
-            f"tensor.sequence gives the ranks along tp other tokens, and with {AXIS} they have to send the same ones to "
-            f"experts. Leave out either."
+            f"tensor.sequence gives the ranks along tp other tokens, and with {AXIS} they have to send the same ones "
+            f"to experts. Leave out either."
         )
     modules = tuple(expert_modules(model))
     if not modules:
         raise ModelError(
             f"The mesh {mesh} deals out experts along {AXIS}, but {type(model).__name__} has none that are known: "
-            f"neither shardwise.experts.MoE nor an ep_plan as models of transformers have. Leave {AXIS} out of the mesh."
+            f"neither shardwise.experts.MoE nor an ep_plan, as models of transformers have. Leave {AXIS} out of the "
+            f"mesh."
         )
     deals = {found.path: _dealt(found, num_ranks) for found in modules}
     return ExpertSplit(mesh.coordinate(rank)[AXIS], modules, deals)
@@ -126,13 +128,13 @@ def _of_transformers(path: str, module: nn.Module, stacked: Sequence[nn.Paramete
     own = inspect.signature(inspect.unwrap(type(module).forward)).parameters
     if takes != _ARGUMENTS and tuple(own)[1:4] != _ARGUMENTS:
         raise ModelError(
-            f"The experts of {path} ({type(module).__name__}) take {', '.join(takes) or 'nothing'}, where those that can "
-            f"be dealt out along {AXIS} take {', '.join(_ARGUMENTS)}. Leave {AXIS} out of the mesh."
+            f"The experts of {path} ({type(module).__name__}) take {', '.join(takes) or 'nothing'}, where those that "
+            f"can be dealt out along {AXIS} take {', '.join(_ARGUMENTS)}. Leave {AXIS} out of the mesh."
         )
     if any(param.shape[0] != num_experts for param in stacked):
         raise ModelError(
-            f"{path} has num_experts {num_experts}, and parameters whose first dimensions are "
-            f"{', '.join(str(param.shape[0]) for param in stacked)}; they have to be as many. Leave {AXIS} out of the mesh."
+            f"{path} has num_experts {num_experts}, and parameters for {_counts(stacked)}, which have to be as many. "
+            f"Leave {AXIS} out of the mesh."
         )
     return ExpertModule(path, module, tuple(stacked), int(num_experts or 0))
 
@@ -163,3 +165,7 @@ def _alike(modules: Sequence[ExpertModule]) -> list[tuple[int, tuple[str, ...]]]
 
 def _range(own: Span) -> str:
     return f"{own.start}" if own.numel == 1 else f"{own.start}-{own.stop - 1}"
+
+
+def _counts(stacked: Sequence[nn.Parameter]) -> str:
+    return " and ".join(str(param.shape[0]) for param in stacked)

@@ -25,7 +25,7 @@ MODEL_AXES = {
     "sp": "sequence parallelism",
     "ep": "expert parallelism",
 }
-"""What everybody takes these names for. All others, and `ep`, are data axes: ranks along them differ in their batches."""
+"""What everybody takes these names for. All others, and `ep`, are data axes: along them ranks differ in batches."""
 
 SEQUENCE_AXIS = "sp"
 EXPERT_AXIS = "ep"
@@ -93,6 +93,12 @@ class Mesh:
     def model_axes(self) -> tuple[str, ...]:
         """The others, of more than one rank: along them ranks hold parts of one model, or copies of what is not cut."""
         return tuple(axis for axis in self.axes if axis not in self.replica_axes and self.size(axis) > 1)
+
+    @property
+    def parted_axes(self) -> tuple[str, ...]:
+        """All axes, of more than one rank, along which ranks may hold other parts of the model: those and `ep`."""
+        parted = {*self.model_axes, *((EXPERT_AXIS,) if self.has_experts else ())}
+        return tuple(axis for axis in self.axes if axis in parted)
 
     @property
     def same_params_axes(self) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class Agreement:
                 self._collectives.all_gather(whole[span.start : span.stop], self._groups[axis], flat.name).wait()
 
     def assembled(self, flat: Flat, slot: Slot, part: Tensor) -> Tensor:
-        """The unsplit tensor, in its shape, of which each rank along the axis that cuts it has the `part` of its slot."""
+        """The unsplit tensor, in its shape, of which each rank along the axis that cuts it has its slot's `part`."""
         if slot.box is None:
             return part.view(slot.shape)
         whole = part.view(slot.shape)
