@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -73,6 +75,20 @@ class Regions:
         if self._generators is not None:
             self._generators.join()
         return gather_from(tensor, self.line, SEQUENCE_DIM, [tensor.shape[SEQUENCE_DIM]] * self.line.num_ranks)
+
+    @contextmanager
+    def drawing(self, *, in_common: bool) -> Iterator[None]:
+        """Inside, random numbers are those that all ranks draw, or those of this rank alone."""
+        generators = self._generators
+        if generators is None or generators.are_own != in_common:
+            yield
+            return
+        first, then = (generators.join, generators.part) if in_common else (generators.part, generators.join)
+        first()
+        try:
+            yield
+        finally:
+            then()
 
     def forget(self) -> None:
         """A forward begins: what an exception left open is closed."""
