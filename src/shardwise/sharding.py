@@ -157,7 +157,7 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
         check_sequence(model, plan)
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
-    split = split_of(model, plan, mesh, world.rank) if known is None else None
+    split = split_of(model, plan, mesh, world.rank, experts) if known is None else None
     boxes = boxes_for(model, mesh, world.rank, split, experts) if known is None else known.boxes
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
     others = " and ".join(axis for axis in mesh.axes if axis in _NOT_BESIDE_STAGES and mesh.size(axis) > 1)
@@ -220,13 +220,14 @@ def lay(
     return sharding
 
 
-def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Split | None:
+def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int, experts: ExpertSplit | None = None) -> Split | None:
     """How tensor parallelism cuts `model` for `rank`; `None` if the mesh has no such axis, or one rank along it."""
     if AXIS not in mesh.model_axes:
         return None
     if plan.compile is not None:
         raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
-    return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS))
+    apart = [found.path for found in experts.modules] if experts is not None else []
+    return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS), apart)
 
 
 def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, device: torch.device) -> None:

@@ -57,7 +57,8 @@ def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
     choices = choose_units(model, plan)
     if has_pipeline(mesh):
         return _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
-    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0), expert_split(model, plan, mesh, 0))
+    experts = expert_split(model, plan, mesh, 0)
+    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
     return [replace(choice, boxes=boxes) for choice in choices]
 
 
