@@ -116,12 +116,16 @@ class Line:
         """
         arrived = [sent[place].new_empty(math.prod(shape)) for place, shape in enumerate(like)]
         arrived[self.place] = sent[self.place]
+        self.deal_into(arrived, sent)
+        return arrived
+
+    def deal_into(self, arrived: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """The same into the memory of `arrived`, one-dimensional each; this rank's own is left as it is."""
         if self._collectives is not None:
             self._collectives.all_to_all(arrived, sent, self.group, SUBJECT).wait()
         elif self._ledger is not None:
             num_bytes = sum(one.nbytes for place, one in enumerate(sent) if place != self.place)
             self._ledger.sent("all_to_all", self.axis, num_bytes)
-        return arrived
 
     def pass_on(self, sent: Tensor) -> Passing:
         """Send `sent`, one-dimensional, to the next rank, and receive as much from the one before, meanwhile."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from torch import nn
@@ -19,14 +19,15 @@ from shardwise.tensor.split import Split
 from shardwise.tensor.styles import STYLES
 
 
-def split_for(model: nn.Module, plan: Plan, place: int, num_ranks: int) -> Split:
-    """How `model` is cut for the rank at `place` of `num_ranks` along the axis.
+def split_for(model: nn.Module, plan: Plan, place: int, num_ranks: int, apart: Collection[str] = ()) -> Split:
+    """How `model` is cut for the rank at `place` of `num_ranks` along the axis. Modules of the names `apart` are left
+    alone by the model's own plan.
 
     Raises `ConfigError` or `ModelError` for what cannot be cut so, before anything is changed.
     """
     names = {param: name for name, param in model.named_parameters()}
     split = Split(place, num_ranks, names=names, modules=dict(model.named_modules()))
-    cuts = cuts_for(model, plan.tensor)
+    cuts = cuts_for(model, plan.tensor, apart)
     if plan.tensor.sequence:
         split.blocks = _blocks(cuts)
     for cut in cuts:

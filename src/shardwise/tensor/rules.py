@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,12 @@ class Cut:
         return (self.wrapper or self.path).rpartition(".")[0]
 
 
-def cuts_for(model: nn.Module, wishes: TensorParallel) -> list[Cut]:
-    """The modules of `model` that are cut, in its order.
+def cuts_for(model: nn.Module, wishes: TensorParallel, apart: Collection[str] = ()) -> list[Cut]:
+    """The modules of `model` that are cut, in its order; those of the names `apart` are not, by its own plan.
 
     Raises `ConfigError` for a pattern that fits no module, and `ModelError` for a model without any plan.
     """
-    rules = _own_rules(model) if wishes.plan is None else _asked(wishes.plan)
+    rules = _own_rules(model, apart) if wishes.plan is None else _asked(wishes.plan)
     modules = dict(model.named_modules())
     chosen: dict[str, TensorRule] = {}
     for pattern, rule in rules.items():
@@ -133,10 +133,14 @@ def _asked(plan: Mapping[str, Any]) -> dict[str, TensorRule]:
     }
 
 
-def _own_rules(model: nn.Module) -> Mapping[str, TensorRule]:
-    """Those that the model brings, or that we have for it."""
+def _own_rules(model: nn.Module, apart: Collection[str]) -> Mapping[str, TensorRule]:
+    """Those that the model brings, or that we have for it, but for modules `apart` and their parameters."""
     brought: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     if brought:
+        for pattern in list(brought):
+            around = (pattern, pattern.rpartition(".")[0])
+            if any(fnmatch.fnmatchcase(path, one) for path in apart for one in around):
+                del brought[pattern]
         return {pattern: TensorRule(_translated(model, pattern, style)) for pattern, style in brought.items()}
     ready = ready_for(model)
     if ready is not None:
