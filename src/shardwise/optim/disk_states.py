@@ -147,6 +147,8 @@ class DiskStates:
     ) -> None:
         """`master`, flat and in fp32, is written to the disk, and is the caller's again.
 
+        On the meta device it only says how long it is: `put` it part by part, where it is never whole.
+
         Raises `ModelError` for an optimizer whose states are not of the parameter's shape and dtype.
         """
         self._optimizer = optimizer
@@ -154,7 +156,8 @@ class DiskStates:
         self.file = SlicedFile(folder, name, dtypes, master.numel(), queue, slice_numel=slice_numel)
         self.scalars: dict[str, Any] = {}
         self.has_states = False
-        self.put(PARAM, master)
+        if master.device.type != "meta":
+            self.put(PARAM, master)
 
     @property
     def num_bytes(self) -> int:
