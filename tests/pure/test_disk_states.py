@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError, StateError, TierError
-from shardwise.optim import AdamW, DiskStates, HostAdam, Lamb, Lion, SlicedFile
+from shardwise.optim import AdamW, Lamb, Lion
+from shardwise.optim.disk_states import DiskStates, SlicedFile
+from shardwise.optim.host_adam import HostAdam
 from shardwise.tiers import PAGE, BufferPool, IoQueue, SystemCalls, TierFolder
 
 Tensor = torch.Tensor

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, ModelError
-from shardwise.optim import AdamTensors, HostAdam
-from shardwise.optim.host_adam import bundles
+from shardwise.optim.host_adam import AdamTensors, HostAdam, bundles
 from tests.thorough import drawn
 
 Tensor = torch.Tensor

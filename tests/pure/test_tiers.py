@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError, StateError, TierError
 from shardwise.tiers import PAGE, BufferPool, Holder, IoQueue, Step, SystemCalls, TierFolder, check_local, layout
 from shardwise.tiers.align import down, requests, up
-from shardwise.tiers.walk import steps, walk
+from shardwise.tiers.slices import steps, walk
 from tests.thorough import drawn
 
 Tensor = torch.Tensor

@@ -203,6 +203,9 @@ BLOCKS: dict[tuple[str, int], Setting] = {
         a_split_llama, 4, {'"sp": 4': '"sp": 2', "=optimizer)": "=optimizer, world=world)"}
     ),
     ("docs/sequence.md", 1): Setting(sequences, 2, OVER_TWO),
+    ("docs/tiers-machine.md", 0): Setting(),
+    ("docs/tiers-machine.md", 1): Setting(),
+    ("docs/tiers-machine.md", 2): Setting(),
 }
 
 

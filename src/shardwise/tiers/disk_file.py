@@ -15,11 +15,11 @@ import torch
 
 from shardwise.errors import StateError, TierError
 from shardwise.tiers.align import PAGE, down, requests, up
+from shardwise.tiers.buffers import pages
 from shardwise.tiers.calls import SYSTEM, Calls
 from shardwise.tiers.direct import open_direct, read_at, write_at
 from shardwise.tiers.faults import folder_fault, io_fault
 from shardwise.tiers.io_queue import IoQueue
-from shardwise.tiers.pages import pages
 from shardwise.tiers.pending import Pending
 from shardwise.units import format_bytes
 
