@@ -62,7 +62,7 @@ class DispatchedExperts:
         if not rows.shape[0]:  # see [Note: who takes part]
             nothing = torch.stack([param.reshape(-1)[:0].sum() for param in self._module.parameters()]).sum()
             return rows + nothing.to(rows.dtype)
-        experts = torch.arange(len(counts[0])).repeat(len(counts))
+        experts = torch.tensor(list(range(len(counts[0]))) * len(counts))
         times = torch.tensor(list(itertools.chain.from_iterable(counts)))
         index = experts.repeat_interleave(times).to(rows.device).unsqueeze(1)
         ones = None if weights is None or accepts_no_weights(self._module) else weights.new_ones(rows.shape[0], 1)
