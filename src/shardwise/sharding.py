@@ -261,8 +261,9 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
         if box is not None and box.is_cut and param in updates and updates[param].matrix:
+            axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
             raise ModelError(
-                f"The optimizer works on whole matrices, and {name} is cut: this rank has {box} of it. "
+                f"The optimizer works on whole matrices, and {name} is cut along {axis}: this rank has {box} of it. "
                 f"Put what is cut into a group that is updated element by element (Muon: use_muon=False)."
             )
 

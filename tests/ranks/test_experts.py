@@ -89,8 +89,8 @@ def race(model: nn.Module, preset: str, mesh: dict[str, int], **settings: Any) -
     return run
 
 
-@one_in(16)
-@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3"])
+@one_in(8)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("kind", ["accumulated", "recomputed", "frozen", "lamb"])
 def test_loops(kind: str, preset: str) -> None:
     model, settings = mixture(recomputes=kind == "recomputed", balance_loss=0.05), {}
@@ -409,7 +409,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"mesh": {"ep": 4}, "compile": "eager"}, "with ep leave it out"),
     (
         {"balance_loss": 0.1},
-        {"mesh": {"pp": 2, "ep": 2}},
+        {"mesh": {"pp": 2, "ep": 2}, "accumulate": 2},
         r"moe.router has a balance_loss or z_loss, which the last stage",
     ),
     (
