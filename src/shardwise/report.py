@@ -120,9 +120,16 @@ def describe(sharded: ShardedModel) -> str:
         *(f"  {unit.name:24} {_said_unit(unit.spec)}" for unit in units),
         "bytes of this rank, as promised",
         *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
+        *_said_experts(sharded),
         *_said_stages(sharded),
     )
     return "\n".join(lines)
+
+
+def _said_experts(sharded: ShardedModel) -> list[str]:
+    """Which rank along `ep` has which experts."""
+    experts = sharded.sharding.experts
+    return [] if experts is None else ["experts", *(f"  {line}" for line in str(experts).splitlines())]
 
 
 def _said_stages(sharded: ShardedModel) -> list[str]:

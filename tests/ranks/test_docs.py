@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_transformers import llama
+from small_transformers import llama, mixtral
 from torch import nn
 
 import shardwise as sw
@@ -107,6 +107,15 @@ def a_split_language_model(world: sw.World | None) -> Names:
     return {"model": model, "optimizer": adamw(model), "loader": [torch.arange(8).reshape(1, 8)] * 2, "world": world}
 
 
+def a_mixture(world: sw.World | None) -> Names:
+    model = mixtral()
+    return {"model": model, "optimizer": adamw(model), "loader": [torch.arange(8).reshape(1, 8)] * 2, "world": world}
+
+
+def pairs(world: sw.World | None) -> Names:
+    return {"data": [(torch.randn(2, 3, 16), torch.randn(2, 3, 16))] * 2, "world": world}
+
+
 def a_head(_: sw.World | None) -> Names:
     head = nn.Linear(4, 11)
     return {"head": head, "logits": head(torch.ones(6, 4)), "targets": torch.arange(6)}
@@ -173,6 +182,7 @@ class Setting:
 
 FEW = {"steps=10_000": "steps=4", "run/": "here/"}
 OVER_TWO = {'"sp": 4': '"sp": 2', "=optimizer)": "=optimizer, world=world)"}
+OWN_WORLD = {"optimizer=optimizer)": "optimizer=optimizer, world=world)"}
 BLOCKS: dict[tuple[str, int], Setting] = {
     ("README.md", 0): Setting(a_model),
     ("README.md", 1): Setting(),
@@ -190,6 +200,8 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/data.md", 4): Setting(data_sets),
     ("docs/engine.md", 0): Setting(an_engine, num_ranks=2),
     ("docs/engine.md", 1): Setting(a_plain_loop, num_ranks=2, instead={'torch.load("weights.pt")': "weights"}),
+    ("docs/experts.md", 0): Setting(a_mixture, num_ranks=4, instead=OWN_WORLD),
+    ("docs/experts.md", 1): Setting(pairs, num_ranks=4, instead=OWN_WORLD),
     ("docs/faults.md", 0): Setting(),
     ("docs/launching.md", 0): Setting(a_script),
     ("docs/pipeline.md", 0): Setting(a_model_in_stages, num_ranks=4),
