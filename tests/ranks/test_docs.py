@@ -82,6 +82,13 @@ def a_model_in_stages(world: sw.World | None) -> Names:
     return {"model": model, "optimizer": adamw(model), "world": world, "batch": torch.arange(8).reshape(8, 1)}
 
 
+def an_engine_in_stages(world: sw.World | None) -> Names:
+    names = a_model_in_stages(world)
+    plan = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2}
+    engine = sw.shard(names["model"], plan, optimizer=names["optimizer"], world=world)
+    return {**names, "engine": engine, "micro_batch": names["batch"][:1]}
+
+
 def a_loop(world: sw.World | None) -> Names:
     names = trained(Small(), world)
     scheduler = torch.optim.lr_scheduler.ConstantLR(names["optimizer"])
@@ -205,6 +212,7 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/faults.md", 0): Setting(),
     ("docs/launching.md", 0): Setting(a_script),
     ("docs/pipeline.md", 0): Setting(a_model_in_stages, num_ranks=4),
+    ("docs/pipeline.md", 1): Setting(an_engine_in_stages, num_ranks=2),
     ("docs/optimizers.md", 0): Setting(),
     ("docs/optimizers.md", 1): Setting(a_plain_optimizer),
     ("docs/tensor-parallel.md", 0): Setting(
