@@ -68,7 +68,6 @@ class HostMemory:
         """`device` is the rank's, if tensors lie there; `None`: they lie in the host's own memory."""
         self._meter = meter.on("host")
         self._accelerator = device.accelerator if device is not None else None
-        self._is_pinned = self._accelerator is not None and device is not None and device.device.type != "cpu"
         self._streams: dict[str, Stream] = {}
         self._free: dict[int, list[tuple[Tensor, Copy]]] = {}
         """Pieces in which nothing lies, by their bytes, each with the copy that was last to read it."""
@@ -97,7 +96,9 @@ class HostMemory:
         self._free.setdefault(tensor.nbytes, []).append((tensor.view(torch.uint8), last or Copied()))
 
     def _taken(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        if self._accelerator is not None and num_bytes:
+            return self._accelerator.pinned(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     # -- copies -----------------------------------------------------------------------------------------
 
