@@ -168,7 +168,8 @@ def _said_transports(sharded: ShardedModel) -> list[str]:
 def _said_unit(unit: UnitSpec) -> str:
     frozen = sum(flat.numel for flat in unit.flats if not flat.trainable)
     numel = sum(flat.numel for flat in unit.flats)
-    return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "")
+    updated = ", updated on the host" if any(flat.updates_below for flat in unit.flats) else ""
+    return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "") + updated
 
 
 @contextmanager

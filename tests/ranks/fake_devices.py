@@ -324,7 +324,8 @@ class FakeEvent:
         self.accelerator.note("record", self, stream)
         self.stream = stream
         if stream is not None:
-            self.copies, stream.copies = stream.copies, []
+            stream.copies = [one for one in stream.copies if not one.is_landed]
+            self.copies = list(stream.copies)  # copies of one stream are done one after the other
 
     def query(self) -> bool:
         self.accelerator.note("query", self)

@@ -126,7 +126,7 @@ def test_accumulated_gradients(case: tuple[str, int, Any], when: When) -> None:
 
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("case", [("zero3", 2, None), ("ddp", 2, None), *ON_HOST], ids=["zero3", "ddp", "offload", "zero3-offload"])
+@pytest.mark.parametrize("case", [("zero3", 2, None), ("ddp", 2, None), *ON_HOST], ids=lambda case: case[0])
 def test_narrow_precisions(case: tuple[str, int, Any], precision: str, when: When) -> None:
     model, data = small(), batches(3)
     run = run_on_devices(Devices(when), model, data, case, precision=precision)

@@ -185,7 +185,7 @@ def ruled_tables(plan: Plan, mesh: Mesh) -> dict[str, Table]:
 
 def resident_table(plan: Plan, mesh: Mesh) -> Table:
     """The plan's table for parameters that are too small to be worth gathering (`resident_below`)."""
-    whole = PlaceEdit(shard=())
+    whole = PlaceEdit(shard=(), tier="device")
     return table_for(plan, mesh, Rule(rows=Rows(param=whole, held=whole)), what="resident_below: row")
 
 
