@@ -485,12 +485,17 @@ def test_a_preset_of_two_axes_takes_the_ranks_of_a_host_for_its_inner_one() -> N
         mesh_for(Plan(preset="hpz"), 8, 0)
 
 
-@pytest.mark.parametrize("axis", ["ep"])
-def test_axes_of_another_parallelism_are_refused(axis: str) -> None:
-    for size in (4, -1):
-        with pytest.raises(ConfigError, match=rf"has the axis '{axis}', which means \w+ parallelism"):
-            mesh_for(Plan(mesh={"dp": 2, axis: size}), 8)
-    assert str(mesh_for(Plan(mesh={"dp": 8, axis: 1}), 8)) == f"dp=8 x {axis}=1"
+def test_a_plan_shards_over_the_expert_axis_too_but_not_experts() -> None:
+    mesh = mesh_for(Plan(mesh={"dp": 2, "ep": -1}), 8)
+    assert (mesh.data_axes, mesh.replica_axes, mesh.num_replicas) == (("dp", "ep"), ("dp", "ep"), 8)
+    assert (mesh.model_axes, mesh.params_axes, mesh.parted_axes) == ((), ("dp", "ep"), ("ep",))
+    assert [mesh.data_place(rank) for rank in range(8)] == [(rank, 8) for rank in range(8)]
+    for name in ("zero1", "zero3"):
+        table = table_for(Plan(preset=name), mesh)
+        assert table.axes == table.optim.shard == ("dp", "ep")
+        own = table.without("ep")
+        assert own == table_for(Plan(preset=name), Mesh(("dp",), (2,)))
+    assert not mesh_for(Plan(mesh={"dp": 8, "ep": 1}), 8).has_experts
 
 
 def test_a_plan_shards_over_the_sequence_axis_too() -> None:

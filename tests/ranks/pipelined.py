@@ -21,12 +21,12 @@ VOCAB, WIDTH, LENGTH = 67, 32, 6
 class Decoder(nn.Module):
     """Embedding, blocks, norm, head; positions are worked out in the model's own forward, from the input."""
 
-    def __init__(self, *, tied: bool = False, num_blocks: int = 4) -> None:
+    def __init__(self, *, tied: bool = False, num_blocks: int = 4, width: int = WIDTH) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.tokens = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
         for param in self.parameters():

@@ -21,7 +21,6 @@ from twins import Batch, Transformer, adamw, batches, share_of
 
 import shardwise as sw
 from shardwise.checkpoint import rng
-from shardwise.checkpoint.write import Stage
 from shardwise.comm import joining, nccl
 from shardwise.comm.fault import Fault
 from shardwise.comm.nccl import NcclGroups
@@ -33,6 +32,7 @@ from shardwise.errors import CommError, ConfigError, FaultError, ModelError, Sta
 from shardwise.init import check_model
 from shardwise.sharding import check_device
 from shardwise.testing import run_ranks
+from shardwise.tiers import Stage
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")

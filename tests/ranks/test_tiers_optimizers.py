@@ -43,7 +43,6 @@ class Counting(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "adamw": adamw,
     "adamw-fused": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5, fused=True),
     "adamw-single": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5, foreach=False),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),

@@ -186,7 +186,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "rules": {name: {kind: asdict(ruled.place(kind)) for kind in KINDS} for name, ruled in explained.rules.items()},
         "compute": table.compute,
         "wire": table.wire,
-        "units": [_unit_as_json(size) for size in subject.sizes] or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",
+        "units": list(map(_unit_as_json, subject.sizes)) or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",
         "optimizer": subject.optimizer,
         "optimizer_states": subject.num_states,
         "batch": subject.batch,

@@ -16,27 +16,28 @@ import torch
 from torch import nn
 
 from shardwise.cli.explanation import UnitSize, said_on_host
-from shardwise.comm import Group
+from shardwise.comm import Group, Line
 from shardwise.config import Plan
 from shardwise.devices import TorchAccelerator
 from shardwise.errors import ConfigError, ModelError, nearest
+from shardwise.experts import expert_split
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hidden_matrices
 from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import rehearse
-from shardwise.sharding import boxes_for, split_of
-from shardwise.storage import UnitChoice, choose_units, make_unit, tables_for, unit_spec
+from shardwise.sharding import boxes_for, rows_for, split_of
+from shardwise.storage import LabelledTable, UnitChoice, choose_units, make_unit, unit_spec
 from shardwise.telemetry import ByteMeter, Ledger
-from shardwise.tensor import AXIS, Line, Regions
+from shardwise.tensor import AXIS, Regions
 
 
 def units_of(
     source: str, model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None = None
 ) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
     """The units that `plan` makes of the `model` that `source` has built, and their sizes."""
-    choices, rows = _choices(model, plan, mesh), tables_for(model, plan, mesh)
+    choices, rows = _choices(model, plan, mesh), _rows(model, plan, mesh)
     updates = _updates(model, optimizer) if optimizer else None
     on_cpu = _device().type == "cpu"
     specs = [(choice, unit_spec(choice, rows, mesh, updates, on_cpu=on_cpu)) for choice in choices]
@@ -56,8 +57,14 @@ def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
     choices = choose_units(model, plan)
     if has_pipeline(mesh):
         return _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
-    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0))
+    experts = expert_split(model, plan, mesh, 0)
+    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
     return [replace(choice, boxes=boxes) for choice in choices]
+
+
+def _rows(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
+    experts = expert_split(model, plan, mesh, 0)
+    return rows_for(model, plan, mesh, experts.params if experts is not None else ())
 
 
 def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
@@ -98,12 +105,14 @@ def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh
         raise ConfigError(
             f"Activations of sequences that are split over {SEQUENCE_AXIS!r} are not rehearsed yet. Leave out --batch."
         )
+    if mesh.has_experts:
+        raise ConfigError("Activations of experts that lie on several ranks are not rehearsed yet. Leave out --batch.")
     make = _loaded("--batch", source, "train.py:sample_batch")
     try:
         batch = make()
     except Exception as error:
         raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
-    rows, device = tables_for(model, plan, mesh), _device()
+    rows, device = _rows(model, plan, mesh), _device()
     first = dict.fromkeys(mesh.axes, 0)
     on_host = device.type == "cpu"
     choices = _choices(model, plan, mesh)

@@ -18,6 +18,7 @@ from shardwise.units import parse_bytes
 
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 TierName = Literal["device", "host", "disk"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 
 
 def _bytes(value: object) -> object:
@@ -163,7 +164,7 @@ class LossScale(Strict):
 class Pipeline(Strict):
     """How the model is cut into stages along the mesh axis `pp`, if there is one."""
 
-    schedule: str = Field(default="1f1b", description="gpipe, 1f1b, interleaved or zb-h1: the order of micro-batches")
+    schedule: ScheduleName = Field(default="1f1b", description="the order of micro-batches")
     virtual_stages: int | None = Field(
         default=None, ge=1, description="stages on each rank; default: 2 for interleaved, else 1"
     )

@@ -17,8 +17,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
+from shardwise.optim import host_step
 from shardwise.optim.by_units import StepsByUnits
 from shardwise.optim.cooperative import Alone, Cooperative
+from shardwise.optim.host_adam import HostAdam
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.states import StatesOfPieces
@@ -54,6 +56,7 @@ class AdoptedOptimizer:
     ) -> None:
         self.members = tuple(members)
         self._groups = {member: GroupsOfPieces(member, pieces_of(member, flats)) for member in members}
+        self._host_adam = HostAdam()
         self._by_units = {member: StepsByUnits(member) for member in members}
         self.pieces = [piece for groups in self._groups.values() for piece in groups.pieces]
         self._member_of = {piece.tensor: member for member, groups in self._groups.items() for piece in groups.pieces}
@@ -186,7 +189,10 @@ class AdoptedOptimizer:
         with self._pieces_listed(member):
             if self._offer(pieces):
                 flat.land()
-                self._by_units[member].step()
+                if host_step.takes(member, pieces):
+                    host_step.step(member, pieces, self._host_adam)
+                else:
+                    self._by_units[member].step()
             for piece in pieces:
                 piece.tensor.grad = None
 
@@ -309,6 +315,7 @@ class AdoptedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._host_adam.close()
         for member in self.members:
             if isinstance(member, Cooperative):
                 member.peers = Alone()

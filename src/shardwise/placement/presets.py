@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.config import PlaceEdit, Plan, Rows, Rule
 from shardwise.errors import ConfigError, PlacementError, nearest
-from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
+from shardwise.mesh import Mesh
 from shardwise.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.placement.table import Table
 
@@ -73,15 +73,11 @@ def takes_local_size(plan: Plan) -> bool:
     return plan.mesh is None and plan.preset in PRESETS and len(PRESETS[plan.preset].axes) > 1
 
 
-SPLITS = ("tp", "pp", SEQUENCE_AXIS)
-"""The model axes that something in this version splits models along."""
-
-
 def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh:
     """The mesh that `plan` asks for, over `world_size` ranks, `local_size` of them on each host (default: all).
 
     Without a mesh in the plan a one-axis preset takes all ranks, and a two-axis preset those of a host on its inner
-    axis. Raises `ConfigError` for a mesh that this world cannot have, or that names an axis of another parallelism.
+    axis. Raises `ConfigError` for a mesh that this world cannot have.
     """
     axes = preset(plan.preset).axes
     if plan.mesh is None and len(axes) > 1:
@@ -95,12 +91,6 @@ def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh
             )
         return Mesh.of({axes[0]: -1, **dict.fromkeys(axes[1:-1], 1), axes[-1]: local}, world_size)
     sizes = plan.mesh or {axes[-1]: -1}
-    for axis in sizes:
-        if axis in MODEL_AXES and axis not in SPLITS and sizes[axis] != 1:
-            raise ConfigError(
-                f"The plan's mesh has the axis {axis!r}, which means {MODEL_AXES[axis]}. This version has none, and "
-                f"would only shard over it. Leave {axis!r} out, or give an axis over which to shard another name."
-            )
     return Mesh.of(sizes, world_size)
 
 

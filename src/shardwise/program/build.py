@@ -91,9 +91,11 @@ def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
     flats = [flat for unit in units for flat in unit.flats if flat.trainable]
     before = [action for flat in flats for action in step_gradients(flat)]
     after = [action for flat in flats if not flat.updates_below for action in step_parameters(flat)]
-    axes = units[0].flats[0].table.axes if units else ()
+    axes: Axes = ()
     if units:
-        before += _verdict(units[0].flats[0].mesh, axes, flats)
+        mesh = units[0].flats[0].mesh
+        axes = tuple(axis for axis in mesh.replica_axes if mesh.size(axis) > 1)
+        before += _verdict(mesh, axes, flats)
     if axes and buffers_bytes:
         after.append(Action("broadcast", ALL_FLATS, "buffers", "world", "-", buffers_bytes))
     during = (*_norms(flats), *_matrices(tuple(matrix_exchanges(flats).values())))
@@ -286,7 +288,7 @@ def _verdict(mesh: Mesh, axes: Axes, flats: Sequence[FlatSpec]) -> list[Action]:
 def norms_axes(flats: Sequence[FlatSpec]) -> Axes:
     """The axes over which any flat buffer's states are sharded, or parameters cut: norms of parameters are summands
     there."""
-    sharded = {axis for flat in flats if flat.trainable for axis in flat.table.optim.shard}
+    sharded = {axis for flat in flats if flat.trainable for axis in (*flat.table.optim.shard, *flat.cut_axes)}
     sharded |= set(flats[0].mesh.same_params_axes) if flats else set()
     return tuple(axis for axis in flats[0].mesh.axes if axis in sharded) if flats else ()
 

@@ -37,6 +37,13 @@ class FlatSpec:
         return Layout.of(self.numel, self.table.order, self.mesh)
 
     @cached_property
+    def cut_axes(self) -> Axes:
+        """The replica axes that the table leaves out: along them ranks have other parts of these parameters (experts),
+        and what they compute with those has been brought to them, so that there are no gradients to add up."""
+        replica_axes = self.mesh.replica_axes
+        return tuple(axis for axis in replica_axes if axis not in self.table.axes and self.mesh.size(axis) > 1)
+
+    @cached_property
     def resident(self) -> bool:
         """The parameters lie here whole between steps: there is nothing to gather or free."""
         return self.table.param == self.table.full

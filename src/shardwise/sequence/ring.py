@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardwise.comm import Line, Passing
 from shardwise.sequence.blocks import Gradients, Queries, Weighing, wide
 from shardwise.sequence.layout import Layout, Run
-from shardwise.sequence.line import Line, Passing
 from shardwise.sequence.visibility import Visibility
 
 Tensor = torch.Tensor

@@ -66,7 +66,7 @@ class FlatGradients:
         self._wire = torch_dtype(table.wire)
         self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
         self._scale = 1.0
-        for axis in table.axes:
+        for axis in spec.mesh.replica_axes:  # those of experts have seen the tokens of every rank along `cut_axes`
             self._scale /= spec.mesh.size(axis)
         self._factor = _factor(self._scale, torch_dtype(table.compute))
         grad_dtype = torch_dtype(table.grad.dtype)
