@@ -77,8 +77,8 @@ def test_trains_like_the_plain_model_and_holds_what_was_promised(
     assert sent == promised
     report = run.extra["report"]
     for kind in ("param", "grad", "working"):
-        held, promised = report.measured[kind], report.promised[kind]
-        assert held == promised or (num_ranks == 1 and held < promised), kind  # a cast alone is done at once
+        most, said = report.measured[kind], report.promised[kind]
+        assert most == said or (num_ranks == 1 and most < said), kind  # a cast alone is done at once
     for kind in ("param", "buffers"):
         assert report.measured_on_host[kind] == report.promised_on_host[kind], kind
     assert report.promised["optim"] == report.measured["optim"] == 0
@@ -114,7 +114,7 @@ def test_bf16_and_accumulation(
     )
     report = run.extra["report"]
     for kind in ("param", "grad", "working"):
-        held, promised = report.measured[kind], report.promised[kind]
-        assert held == promised or (num_ranks == 1 and held < promised), kind  # a cast alone is done at once
+        most, said = report.measured[kind], report.promised[kind]
+        assert most == said or (num_ranks == 1 and most < said), kind  # a cast alone is done at once
     for kind in ("param", "buffers"):
         assert report.measured_on_host[kind] == report.promised_on_host[kind], kind
