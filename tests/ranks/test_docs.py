@@ -107,6 +107,10 @@ def a_split_language_model(world: sw.World | None) -> Names:
     return {"model": model, "optimizer": adamw(model), "loader": [torch.arange(8).reshape(1, 8)] * 2, "world": world}
 
 
+def an_optimizer_and_a_batch(_: sw.World | None) -> Names:
+    return {"model": Small(), "batch": BATCH}
+
+
 def a_head(_: sw.World | None) -> Names:
     head = nn.Linear(4, 11)
     return {"head": head, "logits": head(torch.ones(6, 4)), "targets": torch.arange(6)}
@@ -203,6 +207,7 @@ BLOCKS: dict[tuple[str, int], Setting] = {
         a_split_llama, 4, {'"sp": 4': '"sp": 2', "=optimizer)": "=optimizer, world=world)"}
     ),
     ("docs/sequence.md", 1): Setting(sequences, 2, OVER_TWO),
+    ("docs/tiers.md", 0): Setting(an_optimizer_and_a_batch),
 }
 
 
