@@ -123,6 +123,10 @@ def pairs(world: sw.World | None) -> Names:
     return {"data": [(torch.randn(2, 3, 16), torch.randn(2, 3, 16))] * 2, "world": world}
 
 
+def an_optimizer_and_a_batch(_: sw.World | None) -> Names:
+    return {"model": Small(), "batch": BATCH}
+
+
 def a_head(_: sw.World | None) -> Names:
     head = nn.Linear(4, 11)
     return {"head": head, "logits": head(torch.ones(6, 4)), "targets": torch.arange(6)}
@@ -226,6 +230,7 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/tiers-machine.md", 0): Setting(),
     ("docs/tiers-machine.md", 1): Setting(),
     ("docs/tiers-machine.md", 2): Setting(),
+    ("docs/tiers.md", 0): Setting(an_optimizer_and_a_batch),
 }
 
 
