@@ -97,6 +97,12 @@ class SlicedFile:
         ]
         return torch.cat(parts).view(dtype) if parts else torch.empty(0, dtype=dtype)
 
+    def copy_to(self, key: str, target: int, at: int) -> None:
+        """Copy one tensor into another open file from byte `at` on, as it would lie in memory, without being there."""
+        itemsize = self.dtypes[key].itemsize
+        for first, last, place in self._places(key, 0, self.numel):
+            self._file.copy_to(target, at + first * itemsize, place, place + (last - first) * itemsize)
+
     def put(self, key: str, value: Tensor, start: int = 0) -> None:
         """Replace elements from `start` on."""
         flat = value.detach().reshape(-1).to("cpu", self.dtypes[key])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.tiers.align import PAGE, Region, layout
     from shardwise.tiers.buffers import BufferPool, Stage, pages
     from shardwise.tiers.calls import Calls, SystemCalls
+    from shardwise.tiers.copying import copy_range
     from shardwise.tiers.direct import open_direct, read_at, write_at
     from shardwise.tiers.disk_file import DiskFile
     from shardwise.tiers.folder import LeftBehind, TierFolder
@@ -40,6 +41,7 @@ __all__ = [
     "SystemCalls",
     "TierFolder",
     "check_local",
+    "copy_range",
     "layout",
     "open_direct",
     "pages",
@@ -66,6 +68,7 @@ _HOMES = {
     "SystemCalls": "shardwise.tiers.calls",
     "TierFolder": "shardwise.tiers.folder",
     "check_local": "shardwise.tiers.mounts",
+    "copy_range": "shardwise.tiers.copying",
     "layout": "shardwise.tiers.align",
     "open_direct": "shardwise.tiers.direct",
     "pages": "shardwise.tiers.buffers",
