@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,7 +22,7 @@ from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_siz
 from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.sequence import check_model as check_sequence
-from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
+from shardwise.storage import HostMemory, LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
 from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, Verifier, draws, split_for
 
@@ -47,16 +47,12 @@ class Sharding:
     """This rank's parts of parameters, where there is an axis that cuts or copies them."""
     staged: StagedModel | None = None
     """The stages of a pipeline that this rank has, if there is one."""
+    experts: ExpertSplit | None = None
+    """Which rank along `ep` has which experts, if there are such ranks."""
 
     @property
     def device(self) -> torch.device:
         return self.units[0].flats[0].device
-
-    @property
-    def expert_params(self) -> frozenset[nn.Parameter]:
-        """Those of which ranks along `ep` have different ones."""
-        flats = [flat for unit in self.units for flat in unit.flats if flat.spec.cut_axes]
-        return frozenset(param for flat in flats for param in flat.params)
 
 
 @dataclass(frozen=True)
@@ -106,8 +102,12 @@ class Design:
         ]
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
+        host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
+        for flat in flats:
+            flat.keep_below(host)
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
-        return Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
+        laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
+        return replace(laid, experts=self.experts)
 
 
 def boxes_for(
@@ -133,11 +133,11 @@ def boxes_for(
 
 
 def rows_for(
-    model: nn.Module, plan: Plan, mesh: Mesh, experts: Collection[nn.Parameter]
+    model: nn.Module, plan: Plan, mesh: Mesh, experts: ExpertSplit | None
 ) -> dict[nn.Parameter, LabelledTable]:
-    """The row of every parameter: those of `experts` are shared along all axes but `ep`."""
+    """The row of every parameter: those of experts are shared along all axes but `ep`."""
     rows = tables_for(model, plan, mesh)
-    for param in experts:
+    for param in experts.params if experts is not None else ():
         row = rows[param]
         label = f"{row.label}-{EXPERTS}" if row.label else EXPERTS
         rows[param] = LabelledTable(label, row.table.without(EXPERTS))
@@ -150,9 +150,8 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     `known` is how the model, if it is cut already, lies now.
     """
     mesh = mesh_for(plan, world.size, world.local_size)
-    experts = expert_split(model, plan, mesh, world.rank) if known is None else None
-    own_params = known.expert_params if known is not None else experts.params if experts is not None else ()
-    rows = rows_for(model, plan, mesh, own_params)
+    experts = expert_split(model, plan, mesh, world.rank) if known is None else known.experts
+    rows = rows_for(model, plan, mesh, experts)
     tables = [row.table.on(mesh) for row in rows.values()]
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
         check_sequence(model, plan)
@@ -201,6 +200,7 @@ def lay(
     values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
     require_elementwise(model, designed, updates)
+    require_units(model, designed, updates)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     staged = None
     if designed.stages is not None:
@@ -265,9 +265,23 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
         if box is not None and box.is_cut and param in updates and updates[param].matrix:
+            axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
             raise ModelError(
-                f"The optimizer works on whole matrices, and {name} is cut: this rank has {box} of it. "
+                f"The optimizer works on whole matrices, and {name} is cut along {axis}: this rank has {box} of it. "
                 f"Put what is cut into a group that is updated element by element (Muon: use_muon=False)."
+            )
+
+
+def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
+    """Raise `ModelError` for an optimizer that looks at several units together where they are updated one by one."""
+    for name, param in model.named_parameters():
+        row = designed.rows.get(param)
+        is_below = row is not None and row.table.step != "device"
+        if is_below and param in updates and (updates[param].matrix or updates[param].needs_norm):
+            what = "the whole matrix" if updates[param].matrix else "norms of whole parameters"
+            raise ModelError(
+                f"The optimizer needs {what} of {name}, whose states the plan has on the host, where each unit is "
+                f"updated by itself. Take an elementwise optimizer such as AdamW, or leave rows.optim.tier out for it."
             )
 
 
