@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import checkpoint, collectives, compiled, growth, host
+from benchmarks import checkpoint, collectives, compiled, experts, growth, host
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
 from benchmarks.names import ENGINE_NAMES
@@ -20,7 +20,7 @@ from benchmarks.show import show_loss_verdict, show_race
 from benchmarks.sizes import DTYPES, SIZES
 from shardwise.errors import ShardwiseError
 
-PROGRAMS = ("peers", "collectives", "checkpoint", "host", "growth", "compile")
+PROGRAMS = ("peers", "collectives", "checkpoint", "host", "growth", "compile", "experts")
 RESULTS = ROOT / "runs" / "bench"
 
 
@@ -75,6 +75,7 @@ _PROGRAMS = {
     "host": host.main,
     "growth": growth.main,
     "compile": compiled.main,
+    "experts": experts.main,
 }
 
 

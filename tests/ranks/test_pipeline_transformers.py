@@ -158,9 +158,7 @@ def test_an_encoder_with_a_decoder_is_refused() -> None:
     models = [library().T5ForConditionalGeneration(library().T5Config(**sizes)) for _ in range(2)]
 
     def rank(world: sw.World) -> None:
-        with pytest.raises(
-            ModelError, match=r"T5ForConditionalGeneration is an encoder and a decoder"
-        ):
+        with pytest.raises(ModelError, match=r"T5ForConditionalGeneration is an encoder and a decoder"):
             sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world)
 
     run_ranks(2, rank)
