@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwise.config import Plan
+from shardwise.errors import ConfigError
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.program.schedule import picture, timed
-from shardwise.rehearsal import Loss, rehearse
+from shardwise.rehearsal import Loss, StageRehearsal, rehearse
 from shardwise.sharded_model import ShardedModel
 from shardwise.telemetry import write_trace
 from shardwise.units import format_bytes, format_count
@@ -29,6 +30,10 @@ class MemoryReport:
     promised: dict[str, int]
     measured: dict[str, int]
     replicated: dict[str, int]
+    promised_on_host: dict[str, int] = field(default_factory=dict)
+    """Bytes of the rows on the host: `param`, `optim`, and `buffers` for gradients and what is copied; empty if there
+    are none."""
+    measured_on_host: dict[str, int] = field(default_factory=dict)
 
     @property
     def promised_total(self) -> int:
@@ -42,6 +47,10 @@ class MemoryReport:
     def replicated_total(self) -> int:
         return sum(self.replicated.values())
 
+    @property
+    def _on_host(self) -> dict[str, tuple[int, int]]:
+        return {kind: (promised, self.measured_on_host[kind]) for kind, promised in self.promised_on_host.items()}
+
     def __str__(self) -> str:
         """A table: a line for each kind, and one for all of them."""
         columns = (self.promised, self.measured, self.replicated)
@@ -50,6 +59,7 @@ class MemoryReport:
             ("bytes of this rank", "promised", "measured", "if replicated"),
             *((kind, *(format_bytes(column[kind]) for column in columns)) for kind in self.promised),
             ("in all", *map(format_bytes, totals)),
+            *((f"{kind} on the host", *map(format_bytes, both), "") for kind, both in self._on_host.items()),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -63,31 +73,44 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     specs = tuple(unit.spec for unit in sharded.sharding.units)
     ddp = table_for(Plan(preset="ddp", precision=sharded.plan.precision), sharded.mesh)
     replicas = tuple(_with_table(spec, ddp.on(sharded.mesh)) for spec in specs)
-    return MemoryReport(_footprint(sharded, specs).by_kind, _measured(sharded), _footprint(sharded, replicas).by_kind)
+    promised, replicated = _footprint(sharded, specs), _footprint(sharded, replicas)
+    on_host = promised.host.by_kind if promised.host is not None else {}
+    measured_on_host = _measured_on_host(sharded) if on_host else {}
+    return MemoryReport(promised.by_kind, _measured(sharded), replicated.by_kind, on_host, measured_on_host)
 
 
 def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footprint:
     """What a step on `batch` will hold on this rank, activations included."""
-    sharding = sharded.sharding
-    activations = rehearse(
-        sharded.model, sharding.units, batch, device=sharding.device, compute=sharded.table.compute, loss=loss
-    )
-    return _footprint(sharded, tuple(unit.spec for unit in sharding.units), activations)
+    sharding, compute = sharded.sharding, sharded.table.compute
+    specs = tuple(unit.spec for unit in sharding.units)
+    if sharded.pipeline is None:
+        activations = rehearse(sharded.model, sharding.units, batch, device=sharding.device, compute=compute, loss=loss)
+        return _footprint(sharded, specs, activations)
+    _refuse_waiting_gradients(sharded)
+    stages = StageRehearsal(sharded.pipeline.staged, sharding.units, batch, sharding.device, compute, loss)
+    return _footprint(sharded, specs, *stages.activations(sharded.pipeline.exchange))
 
 
-def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:
+def _refuse_waiting_gradients(sharded: ShardedModel) -> None:
+    if sharded.pipeline is not None and sharded.pipeline.halves_backwards and sharded.table.grad.shard:
+        raise ConfigError(
+            "Under the schedule zb-h1 with sharded gradients a stage's whole gradient waits for the second half of a "
+            "backward, which no rehearsal counts yet. Rehearse with schedule 1f1b, or with zero1."
+        )
+
+
+def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], *activations: Activations) -> Footprint:
+    """`activations` are those of the model, or of each of this rank's stages."""
     trace = sharded.runner.programs.trace if specs == sharded.runner.programs.specs else straight_trace(specs)
-    trace = activations.trace if activations is not None else trace
-    planned = plan_step(
-        specs,
-        trace,
-        prefetch_bytes=None if sharded.plan.prefetch_bytes == "auto" else sharded.plan.prefetch_bytes,
-    )
+    prefetch_bytes = None if sharded.plan.prefetch_bytes == "auto" else sharded.plan.prefetch_bytes
+    traces = [one.trace for one in activations] or [trace]
+    planned, *others = (plan_step(specs, one, prefetch_bytes=prefetch_bytes) for one in traces)
+    programs = [one.micro_batch for one in (planned, *others)]
     return planned.footprint(
         states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
         coordinate=sharded.mesh.coordinate(sharded.world.rank),
         num_micro_batches=sharded.plan.accumulate,
-        activations=activations,
+        stages=tuple(zip(programs, activations, strict=True)) if activations else (),
     )
 
 
@@ -107,6 +130,12 @@ def _measured(sharded: ShardedModel) -> dict[str, int]:
     }
 
 
+def _measured_on_host(sharded: ShardedModel) -> dict[str, int]:
+    held = sharded.sharding.meter.on("host").now
+    states = sharded.optimizer.state_bytes("host") if sharded.optimizer is not None else 0
+    return {"param": held["param"], "optim": held["optim"] + states, "buffers": held["buffers"]}
+
+
 def describe(sharded: ShardedModel) -> str:
     """The table, the units, and the bytes of this rank."""
     plan, world, table, units = sharded.plan, sharded.world, sharded.table, sharded.sharding.units
@@ -120,6 +149,7 @@ def describe(sharded: ShardedModel) -> str:
         *(f"  {unit.name:24} {_said_unit(unit.spec)}" for unit in units),
         "bytes of this rank, as promised",
         *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
+        *(f"  {kind:8} {format_bytes(num_bytes)} on the host" for kind, num_bytes in memory.promised_on_host.items()),
         *_said_experts(sharded),
         *_said_stages(sharded),
     )
@@ -156,7 +186,8 @@ def _said_transports(sharded: ShardedModel) -> list[str]:
 def _said_unit(unit: UnitSpec) -> str:
     frozen = sum(flat.numel for flat in unit.flats if not flat.trainable)
     numel = sum(flat.numel for flat in unit.flats)
-    return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "")
+    updated = ", updated on the host" if any(flat.updates_below for flat in unit.flats) else ""
+    return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "") + updated
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_siz
 from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.sequence import check_model as check_sequence
-from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
+from shardwise.storage import HostMemory, LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
 from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, Verifier, draws, split_for
 
@@ -102,6 +102,9 @@ class Design:
         ]
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
+        host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
+        for flat in flats:
+            flat.keep_below(host)
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
         return replace(laid, experts=self.experts)
@@ -197,6 +200,7 @@ def lay(
     values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
     require_elementwise(model, designed, updates)
+    require_units(model, designed, updates)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     staged = None
     if designed.stages is not None:
@@ -265,6 +269,19 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
             raise ModelError(
                 f"The optimizer works on whole matrices, and {name} is cut along {axis}: this rank has {box} of it. "
                 f"Put what is cut into a group that is updated element by element (Muon: use_muon=False)."
+            )
+
+
+def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
+    """Raise `ModelError` for an optimizer that looks at several units together where they are updated one by one."""
+    for name, param in model.named_parameters():
+        row = designed.rows.get(param)
+        is_below = row is not None and row.table.step != "device"
+        if is_below and param in updates and (updates[param].matrix or updates[param].needs_norm):
+            what = "the whole matrix" if updates[param].matrix else "norms of whole parameters"
+            raise ModelError(
+                f"The optimizer needs {what} of {name}, whose states the plan has on the host, where each unit is "
+                f"updated by itself. Take an elementwise optimizer such as AdamW, or leave rows.optim.tier out for it."
             )
 
 

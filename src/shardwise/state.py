@@ -32,7 +32,7 @@ from shardwise.mesh import Mesh
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
 from shardwise.sharded_model import ShardedModel, scaler_for
-from shardwise.sharding import agree_on_generators, check_batch_norms, design, settings_of
+from shardwise.sharding import agree_on_generators, check_batch_norms, design, require_units, settings_of
 
 
 class State:
@@ -166,6 +166,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     _require_same_split(sharded, plan)
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
+    require_units(model, designed, sharded.sharding.updates)
     if sharded.gradients.exist():
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
     optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()

@@ -82,6 +82,13 @@ def a_model_in_stages(world: sw.World | None) -> Names:
     return {"model": model, "optimizer": adamw(model), "world": world, "batch": torch.arange(8).reshape(8, 1)}
 
 
+def an_engine_in_stages(world: sw.World | None) -> Names:
+    names = a_model_in_stages(world)
+    plan = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2}
+    engine = sw.shard(names["model"], plan, optimizer=names["optimizer"], world=world)
+    return {**names, "engine": engine, "micro_batch": names["batch"][:1]}
+
+
 def a_loop(world: sw.World | None) -> Names:
     names = trained(Small(), world)
     scheduler = torch.optim.lr_scheduler.ConstantLR(names["optimizer"])
@@ -114,6 +121,10 @@ def a_mixture(world: sw.World | None) -> Names:
 
 def pairs(world: sw.World | None) -> Names:
     return {"data": [(torch.randn(2, 3, 16), torch.randn(2, 3, 16))] * 2, "world": world}
+
+
+def an_optimizer_and_a_batch(_: sw.World | None) -> Names:
+    return {"model": Small(), "batch": BATCH}
 
 
 def a_head(_: sw.World | None) -> Names:
@@ -205,6 +216,7 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/faults.md", 0): Setting(),
     ("docs/launching.md", 0): Setting(a_script),
     ("docs/pipeline.md", 0): Setting(a_model_in_stages, num_ranks=4),
+    ("docs/pipeline.md", 1): Setting(an_engine_in_stages, num_ranks=2),
     ("docs/optimizers.md", 0): Setting(),
     ("docs/optimizers.md", 1): Setting(a_plain_optimizer),
     ("docs/tensor-parallel.md", 0): Setting(
@@ -215,6 +227,10 @@ BLOCKS: dict[tuple[str, int], Setting] = {
         a_split_llama, 4, {'"sp": 4': '"sp": 2', "=optimizer)": "=optimizer, world=world)"}
     ),
     ("docs/sequence.md", 1): Setting(sequences, 2, OVER_TWO),
+    ("docs/tiers-machine.md", 0): Setting(),
+    ("docs/tiers-machine.md", 1): Setting(),
+    ("docs/tiers-machine.md", 2): Setting(),
+    ("docs/tiers.md", 0): Setting(an_optimizer_and_a_batch),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.cli.explanation import UnitSize
+from shardwise.cli.explanation import UnitSize, said_on_host
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
 from shardwise.devices import TorchAccelerator
@@ -44,7 +44,7 @@ def units_of(
     kept = [(choice, spec) for choice, spec in specs if spec.flats]
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
-    return tuple(spec for _, spec in kept), tuple(_size(choice) for choice, _ in kept)
+    return tuple(spec for _, spec in kept), tuple(_size(choice, spec) for choice, spec in kept)
 
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
@@ -222,6 +222,7 @@ def _needed(build: Callable[..., Any]) -> list[str]:
     return [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
 
 
-def _size(choice: UnitChoice) -> UnitSize:
+def _size(choice: UnitChoice, spec: UnitSpec) -> UnitSize:
     frozen = sum(param.numel() for param in choice.params.values() if not param.requires_grad)
-    return UnitSize(choice.name, sum(param.numel() for param in choice.params.values()), frozen)
+    numel = sum(param.numel() for param in choice.params.values())
+    return UnitSize(choice.name, numel, frozen, said_on_host(spec.flats))

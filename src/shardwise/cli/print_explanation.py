@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind
+from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind, said_on_host
 from shardwise.config import Plan, plan_table
 from shardwise.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS
 from shardwise.placement import KINDS, PRESETS, Place, Table
@@ -29,6 +29,11 @@ MEANINGS = {
     "working": "gathered and travelling, at the peak",
     "activations": "inputs, what the backward needs and makes",
     "process": "pages and scratch of kernels: an allowance",
+}
+ON_HOST = {
+    "param": MEANINGS["param"],
+    "optim": MEANINGS["optim"],
+    "buffers": "gradients, and what goes to and from the device",
 }
 AT_THE_PEAK = {"grad": "gradients that wait for the step by then", "working": "gathered and travelling by then"}
 """What a kind means where all are taken at one moment."""
@@ -89,7 +94,8 @@ def _split_over(place: Place) -> Text:
     """The axes alone: the columns are many and a terminal is narrow."""
     if place.partial:
         return Text(f"partial {'+'.join(place.partial)}", "yellow")
-    return Text("+".join(place.shard), "green") if place.shard else Text("copy")
+    words = f"{'+'.join(place.shard) or 'copy'}{', host' if place.tier == 'host' else ''}"
+    return Text(words, "green" if place.shard else "")
 
 
 def _section(console: Console, title: str, *below: object) -> None:
@@ -176,6 +182,9 @@ def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
     if not explained.subject.sizes:
         count = format_count(STAND_IN_NUMEL)
         yield Text(f"No model was given: {NUM_STAND_INS} units of {count} parameters stand in. See --model.", "yellow")
+        for unit in explained.subject.units:
+            if said_on_host(unit.flats) and explained.plan.offload.optim:
+                yield Text(f"{unit.name}: {said_on_host(unit.flats)}")
         return
     grid = _grid("", "parameters", "", right=["parameters"])
     rows = list(_unit_rows(explained.subject.sizes))
@@ -192,12 +201,15 @@ def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
 
 def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
     """A row per unit; neighbours that differ in their number alone share one."""
-    alike = itertools.groupby(sizes, lambda size: (re.sub(r"\d+", "#", size.name), size.numel, size.frozen_numel))
-    for (_, numel, frozen), group in alike:
+    alike = itertools.groupby(
+        sizes, lambda size: (re.sub(r"\d+", "#", size.name), size.numel, size.frozen_numel, size.on_host)
+    )
+    for (_, numel, frozen, on_host), group in alike:
         names = [size.name for size in group]
         name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         notes = [f"each of {len(names)}"] if len(names) > 1 else []
         notes += [f"{format_count(frozen)} frozen"] if frozen else []
+        notes += [on_host] if on_host else []
         yield name, format_count(numel), ", ".join(notes)
 
 
@@ -210,6 +222,9 @@ def _bytes_grid(explained: Explanation) -> Grid:
         cells = [Text(format_bytes(one), style) for one in (num_bytes, replicated[kind])]
         note = f"{num_bytes / max(1, replicated[kind]):.0%} of replicated" if kind == "total" else meanings[kind]
         grid.add_row(Text(kind, style or "cyan"), *cells, Text(note, "dim"))
+    on_host = explained.held.host.by_kind if explained.held.host is not None else {}
+    for kind, num_bytes in on_host.items():
+        grid.add_row(Text(f"{kind} on the host", "cyan"), format_bytes(num_bytes), "", Text(ON_HOST[kind], "dim"))
     return grid
 
 
@@ -236,4 +251,8 @@ def _sent(explained: Explanation) -> str:
     if "tp" in explained.mesh.model_axes:
         said = format_bytes(subject.activation_bytes * num) if subject.batch else "besides what --batch would count"
         text += f", {said} of activations along tp"
-    return text if num == 1 else f"{text} in {num} micro-batches"
+    text = text if num == 1 else f"{text} in {num} micro-batches"
+    copied = explained.copied_bytes
+    if copied:
+        text += f"; {format_bytes(copied.get('evict', 0))} to the host, {format_bytes(copied.get('fetch', 0))} from it"
+    return text

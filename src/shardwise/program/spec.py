@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.mesh import Mesh
-from shardwise.placement import WIDTH, Axes, Dtype, Layout, Table
+from shardwise.placement import WIDTH, Axes, Dtype, Layout, Table, Tier
 from shardwise.program.action import Moment
+from shardwise.program.effects import Buffer
 from shardwise.program.update import PlacedUpdate
 
 Trace = tuple[Moment, ...]
@@ -52,6 +53,24 @@ class FlatSpec:
         """The optimizer updates the parameter's own bytes; there is no second copy in another dtype."""
         param, optim = self.table.param, self.table.optim
         return (param.dtype, param.tier) == (optim.dtype, optim.tier)
+
+    @property
+    def updates_below(self) -> bool:
+        """Whether the update is not done on the device, and so by itself, apart from that of other units."""
+        return self.trainable and self.table.step != "device"
+
+    def tier_of(self, buffer: Buffer) -> Tier:
+        """Where `buffer` lies; of a sum, where it is until it is evicted."""
+        table = self.table
+        where: dict[str, Tier] = {
+            "param": table.param.tier,
+            "held": table.held.tier,
+            "grad": table.grad.tier,
+            "due": table.due.tier,
+            "master": table.optim.tier,
+            "outgoing": table.step,
+        }
+        return where.get(buffer, "device")
 
     def num_bytes(self, shard: Axes, dtype: Dtype) -> int:
         """Bytes of this buffer on one rank when sharded over `shard`. The same on every rank."""
