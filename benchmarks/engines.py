@@ -11,7 +11,7 @@ bring their own. FSDP2 sums gradients in fp32, as its documentation advises; the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ class Promising:
 def single(build: Build, race: Race) -> Step:
     """Plain PyTorch in one process: what there is to lose."""
     model = build()
-    return _plain_step(model, _optimizer(model, race.dtype))
+    return _plain_step(model, optimizer_of(model, race.dtype))
 
 
 def apart(build: Build, race: Race) -> Step:
@@ -54,7 +54,7 @@ def ddp(build: Build, race: Race) -> Step:
     """https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"""
     dist.init_process_group(race.backend)
     model = build()
-    optimizer = _optimizer(model, race.dtype)
+    optimizer = optimizer_of(model, race.dtype)
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     return _plain_step(wrapped, optimizer)
 
@@ -73,7 +73,7 @@ def fsdp2(build: Build, race: Race) -> Step:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    return _plain_step(model, _adamw(model))
+    return _plain_step(model, adamw(model))
 
 
 def deepspeed(build: Build, race: Race, *, stage: int) -> Step:
@@ -102,7 +102,7 @@ def deepspeed(build: Build, race: Race, *, stage: int) -> Step:
     }
     model = build()
     engine: Any
-    engine, *_ = ds.initialize(model=model, optimizer=_adamw(model), config=config)
+    engine, *_ = ds.initialize(model=model, optimizer=adamw(model), config=config)
     return _engine_step(engine)
 
 
@@ -113,7 +113,7 @@ def shardwise(build: Build, race: Race, *, plan: str, **options: str) -> Step:
     world = World.join()
     model = build()
     settings = {"preset": plan, "precision": race.dtype, **options}
-    engine = shard(model, settings, optimizer=_adamw(model), world=world)
+    engine = shard(model, settings, optimizer=adamw(model), world=world)
     return Promising(_engine_step(engine), lambda tokens: engine.rehearse(tokens).total)
 
 
@@ -139,7 +139,7 @@ class MasterAdamW:
     def __init__(self, model: nn.Module) -> None:
         self._masters = [param.detach().clone() for param in model.parameters()]
         self._params: list[Tensor] = list(model.bfloat16().parameters())
-        self._adamw = torch.optim.AdamW(self._masters, lr=LEARNING_RATE, fused=True)
+        self._adamw = torch.optim.AdamW(groups_by_class(self._masters), lr=LEARNING_RATE, fused=True)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -148,19 +148,31 @@ class MasterAdamW:
                 master.grad = param.grad.float()
         self._adamw.step()
         self._adamw.zero_grad()
-        torch._foreach_copy_(self._params, self._masters)
+        if all(type(master) is Tensor for master in self._masters):
+            torch._foreach_copy_(self._params, self._masters)
+            return
+        for param, master in zip(self._params, self._masters, strict=True):  # DTensor has none for lists
+            param.copy_(master)
 
     def zero_grad(self) -> None:
         for param in self._params:
             param.grad = None
 
 
-def _optimizer(model: nn.Module, dtype: str) -> torch.optim.Optimizer | MasterAdamW:
-    return MasterAdamW(model) if dtype == "bf16" else _adamw(model)
+def optimizer_of(model: nn.Module, dtype: str) -> torch.optim.Optimizer | MasterAdamW:
+    return MasterAdamW(model) if dtype == "bf16" else adamw(model)
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups_by_class(model.parameters()), lr=LEARNING_RATE, fused=True)
+
+
+def groups_by_class(params: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """One update takes no plain tensors together with DTensors; there is one group where all are of a kind."""
+    groups: dict[type, list[Tensor]] = {}
+    for param in params:
+        groups.setdefault(type(param.data), []).append(param)
+    return [{"params": group} for group in groups.values()]
 
 
 def _engine_step(engine: Any) -> Step:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwise.config import Plan
+from shardwise.errors import ConfigError
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.program.schedule import picture, timed
-from shardwise.rehearsal import Loss, rehearse
+from shardwise.rehearsal import Loss, StageRehearsal, rehearse
 from shardwise.sharded_model import ShardedModel
 from shardwise.telemetry import write_trace
 from shardwise.units import format_bytes, format_count
@@ -80,26 +81,36 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
 
 def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footprint:
     """What a step on `batch` will hold on this rank, activations included."""
-    sharding = sharded.sharding
-    activations = rehearse(
-        sharded.model, sharding.units, batch, device=sharding.device, compute=sharded.table.compute, loss=loss
-    )
-    return _footprint(sharded, tuple(unit.spec for unit in sharding.units), activations)
+    sharding, compute = sharded.sharding, sharded.table.compute
+    specs = tuple(unit.spec for unit in sharding.units)
+    if sharded.pipeline is None:
+        activations = rehearse(sharded.model, sharding.units, batch, device=sharding.device, compute=compute, loss=loss)
+        return _footprint(sharded, specs, activations)
+    _refuse_waiting_gradients(sharded)
+    stages = StageRehearsal(sharded.pipeline.staged, sharding.units, batch, sharding.device, compute, loss)
+    return _footprint(sharded, specs, *stages.activations(sharded.pipeline.exchange))
 
 
-def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:
+def _refuse_waiting_gradients(sharded: ShardedModel) -> None:
+    if sharded.pipeline is not None and sharded.pipeline.halves_backwards and sharded.table.grad.shard:
+        raise ConfigError(
+            "Under the schedule zb-h1 with sharded gradients a stage's whole gradient waits for the second half of a "
+            "backward, which no rehearsal counts yet. Rehearse with schedule 1f1b, or with zero1."
+        )
+
+
+def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], *activations: Activations) -> Footprint:
+    """`activations` are those of the model, or of each of this rank's stages."""
     trace = sharded.runner.programs.trace if specs == sharded.runner.programs.specs else straight_trace(specs)
-    trace = activations.trace if activations is not None else trace
-    planned = plan_step(
-        specs,
-        trace,
-        prefetch_bytes=None if sharded.plan.prefetch_bytes == "auto" else sharded.plan.prefetch_bytes,
-    )
+    prefetch_bytes = None if sharded.plan.prefetch_bytes == "auto" else sharded.plan.prefetch_bytes
+    traces = [one.trace for one in activations] or [trace]
+    planned, *others = (plan_step(specs, one, prefetch_bytes=prefetch_bytes) for one in traces)
+    programs = [one.micro_batch for one in (planned, *others)]
     return planned.footprint(
         states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
         coordinate=sharded.mesh.coordinate(sharded.world.rank),
         num_micro_batches=sharded.plan.accumulate,
-        activations=activations,
+        stages=tuple(zip(programs, activations, strict=True)) if activations else (),
     )
 
 
@@ -139,9 +150,16 @@ def describe(sharded: ShardedModel) -> str:
         "bytes of this rank, as promised",
         *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
         *(f"  {kind:8} {format_bytes(num_bytes)} on the host" for kind, num_bytes in memory.promised_on_host.items()),
+        *_said_experts(sharded),
         *_said_stages(sharded),
     )
     return "\n".join(lines)
+
+
+def _said_experts(sharded: ShardedModel) -> list[str]:
+    """Which rank along `ep` has which experts."""
+    experts = sharded.sharding.experts
+    return [] if experts is None else ["experts", *(f"  {line}" for line in str(experts).splitlines())]
 
 
 def _said_stages(sharded: ShardedModel) -> list[str]:

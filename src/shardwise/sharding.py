@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -58,16 +58,12 @@ class Sharding:
     """This rank's parts of parameters, where there is an axis that cuts or copies them."""
     staged: StagedModel | None = None
     """The stages of a pipeline that this rank has, if there is one."""
+    experts: ExpertSplit | None = None
+    """Which rank along `ep` has which experts, if there are such ranks."""
 
     @property
     def device(self) -> torch.device:
         return self.units[0].flats[0].device
-
-    @property
-    def expert_params(self) -> frozenset[nn.Parameter]:
-        """Those of which ranks along `ep` have different ones."""
-        flats = [flat for unit in self.units for flat in unit.flats if flat.spec.cut_axes]
-        return frozenset(param for flat in flats for param in flat.params)
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,8 @@ class Design:
         for flat in flats:
             flat.keep_below(host)
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
-        return Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
+        laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
+        return replace(laid, experts=self.experts)
 
 
 def boxes_for(
@@ -147,11 +144,11 @@ def boxes_for(
 
 
 def rows_for(
-    model: nn.Module, plan: Plan, mesh: Mesh, experts: Collection[nn.Parameter]
+    model: nn.Module, plan: Plan, mesh: Mesh, experts: ExpertSplit | None
 ) -> dict[nn.Parameter, LabelledTable]:
-    """The row of every parameter: those of `experts` are shared along all axes but `ep`."""
+    """The row of every parameter: those of experts are shared along all axes but `ep`."""
     rows = tables_for(model, plan, mesh)
-    for param in experts:
+    for param in experts.params if experts is not None else ():
         row = rows[param]
         label = f"{row.label}-{EXPERTS}" if row.label else EXPERTS
         rows[param] = LabelledTable(label, row.table.without(EXPERTS))
@@ -164,9 +161,8 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     `known` is how the model, if it is cut already, lies now.
     """
     mesh = mesh_for(plan, world.size, world.local_size)
-    experts = expert_split(model, plan, mesh, world.rank) if known is None else None
-    own_params = known.expert_params if known is not None else experts.params if experts is not None else ()
-    rows = rows_for(model, plan, mesh, own_params)
+    experts = expert_split(model, plan, mesh, world.rank) if known is None else known.experts
+    rows = rows_for(model, plan, mesh, experts)
     tables = [row.table.on(mesh) for row in rows.values()]
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
         check_sequence(model, plan)
@@ -281,8 +277,9 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
         if box is not None and box.is_cut and param in updates and updates[param].matrix:
+            axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
             raise ModelError(
-                f"The optimizer works on whole matrices, and {name} is cut: this rank has {box} of it. "
+                f"The optimizer works on whole matrices, and {name} is cut along {axis}: this rank has {box} of it. "
                 f"Put what is cut into a group that is updated element by element (Muon: use_muon=False)."
             )
 

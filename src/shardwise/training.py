@@ -39,7 +39,7 @@ def _through_stages(
     passes = sharded.runner.passes
     before = passes.reduces
     try:
-        mean = pipeline.train(parts, loss_fn, _StageTrainer(sharded, reduces=before))
+        mean = pipeline.train(parts, loss_fn, _StageTrainer(sharded, reduces=before), sharded.timeline)
     finally:
         passes.reduces = before
         sharded.runner.begin_segment(())

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from shardwise.errors import ModelError, StateError, TierError
-from shardwise.optim import AdamW, DiskStates, HostAdam, Lamb, Lion, SlicedFile
+from shardwise.optim import AdamW, Lamb, Lion
+from shardwise.optim.disk_states import DiskStates, SlicedFile
+from shardwise.optim.host_adam import HostAdam
 from shardwise.tiers import PAGE, BufferPool, IoQueue, SystemCalls, TierFolder
 
 Tensor = torch.Tensor
@@ -111,6 +113,10 @@ def test_states_are_taken_over_and_given_back(tmp_path: Path, queue: IoQueue) ->
     for states in (first, second):
         states.step(grad, group, pool)
     assert all(torch.equal(first.get(key), second.get(key)) for key in first.keys)
+    with (tmp_path / "checkpoint").open("w+b") as checkpoint:
+        first.file.copy_to("exp_avg", checkpoint.fileno(), 100)
+        checkpoint.seek(100)
+        assert checkpoint.read() == first.get("exp_avg").numpy().tobytes()
     with pytest.raises(StateError, match=r"Elements 1 to 5001 of exp_avg"):
         first.get("exp_avg", 1, 5001)
     folder.close()

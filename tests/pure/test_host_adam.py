@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import ConfigError, ModelError
-from shardwise.optim import AdamTensors, HostAdam
-from shardwise.optim.host_adam import bundles
+from shardwise.optim.adam import CACHE_NUMEL
+from shardwise.optim.host_adam import AdamTensors, HostAdam, _kernel, bundles
 from tests.thorough import drawn
 
 Tensor = torch.Tensor
@@ -83,6 +86,63 @@ def test_slices_cover_everything_once_and_in_order(sizes: list[int], slice_numel
     assert len(tasks) <= 2 * (sum(sizes) // slice_numel) + 1, "small tensors go together"
 
 
+class Cache(TorchDispatchMode):
+    """What operations move between memory and a cache of so many bytes that forgets what was used longest ago."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.lines: OrderedDict[int, bool] = OrderedDict()
+        self.num_lines = num_bytes // self.LINE
+        self.moved_bytes = 0
+
+    LINE = 2**12
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:
+            written = [arg for arg, said in zip(args, func._schema.arguments, strict=False) if said.is_write]
+            tensors = [one for one in tree_leaves(args) if isinstance(one, Tensor) and one.dim()]
+            written = {one.data_ptr() for one in tree_leaves(written) if isinstance(one, Tensor)}
+            for share in range(64):  # an operation goes through all of its tensors side by side
+                for one in tensors:
+                    part = one.nbytes // 64
+                    first = (one.data_ptr() + share * part) // self.LINE
+                    for line in range(first, (one.data_ptr() + (share + 1) * part - 1) // self.LINE + 1):
+                        self.touch(line, one.data_ptr() in written)
+        return result
+
+    def touch(self, line: int, is_written: bool) -> None:
+        if line not in self.lines:
+            self.moved_bytes += self.LINE  # read, also where all of it is about to be written
+        self.lines[line] = self.lines.pop(line, False) | is_written
+        if len(self.lines) > self.num_lines:
+            self.moved_bytes += self.LINE * self.lines.popitem(last=False)[1]
+
+    def flush(self) -> None:
+        self.moved_bytes += self.LINE * sum(self.lines.values())
+        self.lines.clear()
+
+
+def test_memory_is_gone_through_once() -> None:
+    """28 bytes an element at least; two more for the lines of the output, which are read before they are written."""
+    numel = 2**22
+    (tensors,) = tensors_of((numel,), torch.bfloat16, torch.bfloat16, False)
+    adam = HostAdam(num_threads=1)
+    kernel = _kernel(torch.optim.AdamW([Tensor()]).param_groups[0], [tensors])
+
+    def moved(slice_numel: int) -> float:
+        adam._scratch.memory = {torch.float32: torch.empty(slice_numel)}
+        with Cache(6 * 2**20) as cache:
+            for task in bundles([tensors], slice_numel):
+                adam._update(task, kernel, torch.tensor(1.0), 0.5)
+        cache.flush()
+        return cache.moved_bytes / numel
+
+    assert 28 <= moved(CACHE_NUMEL) <= 1.1 * 28
+    assert moved(numel) > 1.6 * 28, "as without slices"
+    adam.close()
+
+
 def test_torchs_own_threads_are_left_alone() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -113,7 +173,7 @@ def test_what_a_thread_raises_is_raised_when_all_have_ended(monkeypatch: pytest.
     every = tensors_of((64 * 8,), torch.float32, None, False)
     every[0].param.copy_(torch.arange(8).repeat_interleave(64))
     adam = HostAdam(num_threads=2, slice_numel=64)
-    updating = adam.start(every, torch.optim.Adam([Tensor()]).param_groups[0], step=1)
+    updating = adam.start(every, torch.optim.Adam([Tensor()]).param_groups[0], step=1, scale=0.5)
     with pytest.raises(RuntimeError, match="no such instruction"):
         updating.wait()
     assert sorted(ended) == list(range(1, 8))

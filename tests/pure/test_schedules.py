@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.config.schema import ScheduleName
 from shardwise.errors import ConfigError, ProgramError
+from shardwise.program.in_flight import held_beside
 from shardwise.program.schedule import (
     SCHEDULES,
     Op,
@@ -122,3 +123,25 @@ def test_sizes_that_a_schedule_cannot_have_are_refused(name: str, sizes: tuple[i
 
 def test_a_plan_may_name_every_schedule() -> None:
     assert set(get_args(ScheduleName)) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
+def test_what_is_held_beside_an_op_follows_from_the_order(schedule: str, num_chunks: int) -> None:
+    """Stage s leaves 10 to the power of s bytes, so that sums tell the stages apart."""
+    num_ranks, num_micro_batches = 2, 6
+    made = schedule_for(schedule, num_ranks, num_micro_batches, num_chunks)
+    left = {stage: 10**stage for stage in range(made.num_stages)}
+    for rank in range(num_ranks):
+        beside = held_beside(made, rank, left, left)
+        most = max(total + left[stage] for (_, stage), total in beside.items())
+        counts = most_in_flight(made, rank)
+        assert sum(map(int, str(most))) == counts
+        if num_chunks == 1:
+            assert beside["F", rank] == (counts - 1) * left[rank]
+    assert held_beside(made, 0, left, dict.fromkeys(left, 0))["F", 0] <= held_beside(made, 0, left, left)["F", 0]
+
+
+def test_a_first_half_leaves_what_it_puts_aside() -> None:
+    """Of three micro-batches on the second rank: what the first half leaves is less than what the forward did."""
+    beside = held_beside(zero_bubble(2, 3), 1, {1: 100}, {1: 7})
+    assert beside == {("F", 1): 7, ("I", 1): 7, ("W", 1): 7}

@@ -106,6 +106,11 @@ def whole_run(
     return run
 
 
+def whole_grads(engine: sw.Engine, model: nn.Module) -> dict[str, Tensor]:
+    grads = {name: engine.get(name, "grad") for name, param in model.named_parameters() if param.requires_grad}
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
 def dealt_run(
     model: nn.Module,
     data: Sequence[Batch],
@@ -133,10 +138,7 @@ def dealt_run(
                     engine.backward(loss)
                     losses.append(loss.item())
                 run.losses.append(engine.mean(sum(losses) / len(losses)))
-                grads = {
-                    name: engine.get(name, "grad") for name, one in replica.named_parameters() if one.requires_grad
-                }
-                run.grads.append({name: grad for name, grad in grads.items() if grad is not None})
+                run.grads.append(whole_grads(engine, replica))
                 run.norms.append(float(engine.step() or 0.0))
                 if after_step is not None:
                     after_step(replica)

@@ -39,7 +39,10 @@ class Decoder(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(self.norm(hidden))
-        return logits if y is None else F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+        if y is None:
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide.flatten(0, 1), y.flatten())
 
 
 def batches(num_steps: int, rows: int, *, lengths: Sequence[int] = (LENGTH,)) -> list[tuple[Tensor, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 import shardwise as sw
 from shardwise import testing
-from shardwise.comm import Collectives, Group
+from shardwise.comm import Collectives, Group, ThreadTransport, link_between
+from shardwise.comm.shm import neighbours
 from shardwise.errors import ConfigError, FaultError
 from shardwise.mesh import Mesh
 
@@ -119,6 +121,65 @@ def test_broadcast_and_exchange(run_ranks: RunRanks, num_ranks: int) -> None:
         assert not world.any_rank(False)
 
     run_ranks(num_ranks, rank)
+
+
+def test_messages_of_a_link_arrive_in_the_order_of_sending(run_ranks: RunRanks) -> None:
+    """Both ways at once, of any length and dtype, many before the first is asked for; each tensor is its sender's
+    again once it was waited for."""
+    lengths = [5, 1, 40_000, 0, 7, 40_000, 40_000, 40_000, 3]
+
+    def message(sender: int, number: int) -> Tensor:
+        drawn = torch.Generator().manual_seed(10 * sender + number)
+        return torch.randn(lengths[number], generator=drawn).to(torch.bfloat16 if number % 2 else torch.float32)
+
+    def rank(world: sw.World) -> bool:
+        collectives, other = world.collectives(torch.device("cpu")), 1 - world.rank
+        there = link_between("pp", world.rank, other, world.rank, f"{world.rank}>{other}")
+        back = link_between("pp", other, world.rank, world.rank, f"{other}>{world.rank}")
+        sent = [message(world.rank, number) for number in range(len(lengths))]
+        leaving = [collectives.send(tensor, there, "activation") for tensor in sent]
+        arrived = [torch.empty_like(message(other, number)) for number in range(len(lengths))]
+        coming = [collectives.receive(tensor, back, "activation") for tensor in arrived]
+        for work in coming + leaving:
+            work.wait()
+        for tensor in sent:
+            tensor.fill_(-1)
+        world.barrier()
+        assert collectives.ledger.sent_bytes["send", there.axis] == sum(tensor.nbytes for tensor in sent)
+        return all(torch.equal(tensor, message(other, number)) for number, tensor in enumerate(arrived))
+
+    assert run_ranks(2, rank) == [True, True]
+
+
+def test_messages_of_a_link_go_through_the_memory_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 are of one host, 2 and 3 of another: only what goes from host to host is posted."""
+
+    def host() -> str:
+        return "ab"[int(threading.current_thread().name.removeprefix("rank ")) // 2]
+
+    posted: set[tuple[int, int]] = set()
+    post = ThreadTransport.send
+
+    def send(self: ThreadTransport, tensor: Tensor, rank: int, tag: int) -> Any:
+        if tensor.dtype == torch.float64:
+            posted.add((self._rank, rank))
+        return post(self, tensor, rank, tag)
+
+    monkeypatch.setattr(neighbours, "_host", host)
+    monkeypatch.setattr(ThreadTransport, "send", send)
+
+    def rank(world: sw.World) -> None:
+        for source, target in ((0, 1), (1, 2), (3, 2)):
+            link = link_between("pp", source, target, world.rank, f"{source}>{target}")
+            tensor = torch.full((3,), float(world.rank), dtype=torch.float64)
+            if world.rank == source:
+                world.collectives(torch.device("cpu")).send(tensor, link, "activation").wait()
+            elif world.rank == target:
+                world.collectives(torch.device("cpu")).receive(tensor, link, "activation").wait()
+                assert tensor.tolist() == [source] * 3
+
+    testing.run_ranks(4, rank)
+    assert posted == {(1, 2)}
 
 
 def test_nothing_travels_as_nothing(run_ranks: RunRanks) -> None:

@@ -65,3 +65,26 @@ def test_nothing_is_recorded_outside(tmp_path: Path) -> None:
         with engine.timeline(tmp_path / "empty.json"):
             pass
         assert not engine._sharded.timeline.events
+
+
+def test_ops_of_a_pipeline_and_what_they_wait_for_are_on_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4))) for _ in range(2)]
+    path = tmp_path / "step.json"
+
+    def rank(world: sw.World) -> list[str]:
+        plan = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 3, "pipeline": {"schedule": "zb-h1"}}
+        with sw.shard(models[world.rank], plan, optimizer=adamw(models[world.rank]), world=world) as engine:
+            with engine.timeline(path):
+                engine.train_step(torch.ones(3, 4), loss_fn=torch.sum)
+            layout = engine._sharded.pipeline.layout  # type: ignore[union-attr]
+            return [f"{op.kind}{op.micro_batch}@{op.stage}" for op in layout.schedule.rows[world.rank]]
+
+    rows = run_ranks(2, rank)
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    for number, row in enumerate(rows):
+        own = [event for event in events if event["pid"] == number and event.get("cat") == "stages"]
+        done = [event["name"] for event in own if event["ph"] == "e" and not event["name"].startswith("wait")]
+        assert done == row
+        waited = {event["name"].removeprefix("wait ") for event in own if event["name"].startswith("wait")}
+        assert waited == {op for op in row if op[0] == "IF"[number]}

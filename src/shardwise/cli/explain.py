@@ -103,7 +103,9 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
     plan = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states)
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)
+    experts, row_numel = model_file.experts_of(model, plan, mesh)
     subject = Subject(specs, sizes, args.optimizer_states, args.optimizer, stages=stages)
+    subject = replace(subject, experts=experts, row_numel=row_numel)
     if args.batch is None:
         return plan, subject
     activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh)

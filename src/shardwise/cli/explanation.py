@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.config import Plan, plan_table
-from shardwise.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.mesh import EXPERT_AXIS, SEQUENCE_AXIS, Mesh
 from shardwise.placement import (
     KINDS,
+    WIDTH,
     Span,
     Table,
     check_offload,
@@ -34,6 +35,7 @@ from shardwise.program import (
     update_by,
 )
 from shardwise.program.schedule import Schedule, schedule_of, timed
+from shardwise.units import format_bytes
 
 NUM_STAND_INS = 4
 STAND_IN_SHAPE = (2**10, 2**10)
@@ -69,6 +71,10 @@ class Subject:
     """What a rank sends of activations and their gradients, in a forward and backward on the batch."""
     stages: str = ""
     """Of a pipeline: which rank has which modules."""
+    experts: str = ""
+    """Which rank along `ep` has which experts."""
+    row_numel: int = 0
+    """Elements that go to experts for one choice of one token, in all layers together."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,22 @@ class Explanation:
         kinds = list(said) if self.plan.sequence.attention == "auto" else [self.plan.sequence.attention]
         lines = ", or ".join(said[kind] for kind in kinds)
         return f"Attention is not in these figures: along {SEQUENCE_AXIS}, for each layer, {lines}."
+
+    @property
+    def dispatch(self) -> str | None:
+        """What ranks that share in experts send beside the program; `None` where none do."""
+        if not self.mesh.has_experts:
+            return None
+        size = self.mesh.size(EXPERT_AXIS)
+        rows = "a row of its hidden state"
+        if self.subject.row_numel:
+            num_bytes = self.subject.row_numel * WIDTH[self.table.compute]
+            rows = f"{format_bytes(num_bytes)} in all layers together"
+        return (
+            f"Tokens on their way to experts are not in these figures: along {EXPERT_AXIS}, for each token and expert "
+            f"that it chose, {rows}, there and back, in forward and in backward; {size - 1}/{size} of it to other "
+            f"ranks where experts are evenly loaded."
+        )
 
 
 def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject) -> Explanation:
@@ -200,6 +222,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "program": explained.program,
         **({} if schedule is None else {"schedule": str(schedule), "bubble": timed(schedule).bubble}),
         **({"stages": subject.stages.splitlines()} if subject.stages else {}),
+        **({"experts": subject.experts.splitlines()} if subject.experts else {}),
     }
 
 

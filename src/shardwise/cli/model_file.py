@@ -70,8 +70,14 @@ def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
 
 
 def _rows(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
+    return rows_for(model, plan, mesh, expert_split(model, plan, mesh, 0))
+
+
+def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
+    """Which rank along `ep` has which experts, a line for each, and the elements of a token's rows that all modules
+    with experts send for one of its choices, there; ("", 0) without such ranks."""
     experts = expert_split(model, plan, mesh, 0)
-    return rows_for(model, plan, mesh, experts.params if experts is not None else ())
+    return ("", 0) if experts is None else (str(experts), sum(found.hidden_size for found in experts.modules))
 
 
 def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:

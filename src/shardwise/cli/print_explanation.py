@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind, said_on_host
 from shardwise.config import Plan, plan_table
-from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS
+from shardwise.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS
 from shardwise.placement import KINDS, PRESETS, Place, Table
 from shardwise.program import OPTIMIZERS, shortened
 from shardwise.program.schedule import Schedule, most_in_flight, picture, timed
@@ -44,7 +44,7 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     ranks = "1 rank" if mesh.world_size == 1 else f"{mesh.world_size} ranks"
     console.print(Text.assemble((plan.preset, "bold cyan"), f" on {mesh}, {ranks}"), soft_wrap=True)
     console.print(Text(f"known from {explained.known_from}", "dim"), soft_wrap=True)
-    if mesh.model_axes:
+    if mesh.parted_axes:
         _section(console, "mesh", _mesh_grid(explained))
     _section(console, "plan", _plan_grid(explained))
     _section(console, "table", _table_grid(explained.table), _below_rows(explained))
@@ -54,10 +54,13 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         _section(console, f"pipeline, schedule {explained.schedule.name}")
         for line in _pipeline_lines(explained.schedule, explained):
             console.print(Text(f"  {line}"), soft_wrap=True)
+    if explained.subject.experts:
+        note = Text(f"They are placed as the table says, but never over {EXPERT_AXIS}.", "dim")
+        _section(console, "experts", Text(explained.subject.experts.rstrip()), note)
     _section(console, "units", *_units_lines(explained))
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
-    attention = [Text(explained.attention, "dim")] if explained.attention else []
-    _section(console, "sent per rank and step", Text(_sent(explained)), *attention)
+    besides = [Text(said, "dim") for said in (explained.attention, explained.dispatch) if said]
+    _section(console, "sent per rank and step", Text(_sent(explained)), *besides)
     text = explained.program if full else shortened(explained.program)
     _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
     for line in text.splitlines():
@@ -117,9 +120,11 @@ def _mesh_grid(explained: Explanation) -> Grid:
         first = mesh.groups(axis)[0]
         line = ", ".join(map(str, first[:MAX_RANKS])) + (", ..." if len(first) > MAX_RANKS else "")
         said = (
-            f"{MODEL_AXES[axis]}: one sample, parts of the model"
-            if axis in MODEL_AXES
-            else "data: batches of their own"
+            "data: batches of their own"
+            if axis not in MODEL_AXES
+            else f"{MODEL_AXES[axis]}: batches and experts of their own"
+            if axis == EXPERT_AXIS
+            else f"{MODEL_AXES[axis]}: one sample, parts of the model"
         )
         grid.add_row(Text(axis, "cyan"), str(mesh.size(axis)), line, Text(said, "dim"))
     return grid

@@ -36,9 +36,7 @@ class Assignment:
         width = rows.shape[1]
         is_all = self.order.shape[0] == self.num_tokens * self.top_k
         if is_all:
-            back = torch.empty_like(self.order)
-            back[self.order] = torch.arange(self.order.shape[0], device=self.order.device)
-            by_choice = rows[back]
+            by_choice = rows[_inverse(self.order)]
         else:
             by_choice = rows.new_zeros(self.num_tokens * self.top_k, width).index_copy(0, self.order, rows)
         by_choice = by_choice.view(self.num_tokens, self.top_k, width)
@@ -78,8 +76,12 @@ def dropped_over(index: Tensor, num_experts: int, capacity: int) -> Tensor:
     order = torch.argsort(by_choice, stable=True)
     counts = num_per_expert(by_choice, num_experts)
     starts = counts.cumsum(0) - counts
-    place = torch.empty_like(order)
-    place[order] = torch.arange(order.shape[0], device=order.device)
-    place = place - starts[by_choice]
+    place = _inverse(order) - starts[by_choice]
     kept = torch.where(place < capacity, by_choice, num_experts)
     return kept.view(index.shape[1], index.shape[0]).t()
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Where each position is in `order`. Without `torch.arange`: over split sequences that is taken for a model that
+    numbers its tokens."""
+    return torch.empty_like(order).scatter_(0, order, torch.ones_like(order).cumsum(0) - 1)

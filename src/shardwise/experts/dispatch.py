@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.comm import Line
 from shardwise.errors import StateError
 from shardwise.experts.assignment import assign
+from shardwise.experts.layer import Experts
 from shardwise.placement import Span
 
 Tensor = torch.Tensor
@@ -38,7 +39,8 @@ class DispatchedExperts:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
         """See `Experts.forward`; numbers in `top_k_index` are those of the whole model's experts."""
-        assignment = assign(top_k_index, self._num_experts, drops=bool(getattr(self._module, "drops", False)))
+        drops = isinstance(self._module, Experts) and self._module.drops
+        assignment = assign(top_k_index, self._num_experts, drops=drops)
         counts = self._counts(assignment.counts)
         sent = [int(part.sum()) for part in self._by_place(assignment.counts.cpu())]
         arriving = [sum(of_rank) for of_rank in counts]
@@ -59,19 +61,15 @@ class DispatchedExperts:
     def _computed(self, rows: Tensor, counts: Sequence[Sequence[int]], weights: Tensor | None) -> Tensor:
         """What this rank's experts make of `rows`, which lie rank by rank and then expert by expert."""
         forward: Callable[..., Tensor] = type(self._module).forward
-        if not rows.shape[0]:  # see [Note: who takes part]
+        is_ours = isinstance(self._module, Experts)
+        if not rows.shape[0] and not is_ours:  # see [Note: who takes part]
             nothing = torch.stack([param.reshape(-1)[:0].sum() for param in self._module.parameters()]).sum()
             return rows + nothing.to(rows.dtype)
-        experts = torch.arange(len(counts[0])).repeat(len(counts))
+        experts = torch.tensor(list(range(len(counts[0]))) * len(counts))
         times = torch.tensor(list(itertools.chain.from_iterable(counts)))
         index = experts.repeat_interleave(times).to(rows.device).unsqueeze(1)
-        ones = None if weights is None or accepts_no_weights(self._module) else weights.new_ones(rows.shape[0], 1)
+        ones = None if weights is None or is_ours else weights.new_ones(rows.shape[0], 1)
         return forward(self._module, rows, index, ones)
-
-
-def accepts_no_weights(module: nn.Module) -> bool:
-    """Whether its forward can be told that all weights are 1."""
-    return hasattr(module, "drops")
 
 
 def swap(rows: Tensor, sent: Sequence[int], arriving: Sequence[int], line: Line) -> Tensor:

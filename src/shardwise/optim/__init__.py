@@ -3,8 +3,6 @@
 from shardwise.optim.adam import AdamW
 from shardwise.optim.adopted import SCALAR_STATES, AdoptedOptimizer
 from shardwise.optim.cooperative import Cooperative, Peers
-from shardwise.optim.disk_states import DiskStates, SlicedFile
-from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.optim.hyper import hyper_digest, hyperparameters
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
@@ -15,19 +13,15 @@ from shardwise.optim.rank_peers import RankPeers
 
 __all__ = [
     "SCALAR_STATES",
-    "AdamTensors",
     "AdamW",
     "AdoptedOptimizer",
     "Cooperative",
-    "DiskStates",
-    "HostAdam",
     "Lamb",
     "Lion",
     "Muon",
     "Peers",
     "Piece",
     "RankPeers",
-    "SlicedFile",
     "hidden_matrices",
     "hyper_digest",
     "hyperparameters",

@@ -97,6 +97,12 @@ class SlicedFile:
         ]
         return torch.cat(parts).view(dtype) if parts else torch.empty(0, dtype=dtype)
 
+    def copy_to(self, key: str, target: int, at: int) -> None:
+        """Copy one tensor into another open file from byte `at` on, as it would lie in memory, without being there."""
+        itemsize = self.dtypes[key].itemsize
+        for first, last, place in self._places(key, 0, self.numel):
+            self._file.copy_to(target, at + first * itemsize, place, place + (last - first) * itemsize)
+
     def put(self, key: str, value: Tensor, start: int = 0) -> None:
         """Replace elements from `start` on."""
         flat = value.detach().reshape(-1).to("cpu", self.dtypes[key])
@@ -145,20 +151,25 @@ class DiskStates:
         """
         self._optimizer = optimizer
         dtypes = {PARAM: master.dtype} | state_dtypes(optimizer, group, master.dtype)
-        self._file = SlicedFile(folder, name, dtypes, master.numel(), queue, slice_numel=slice_numel)
+        self.file = SlicedFile(folder, name, dtypes, master.numel(), queue, slice_numel=slice_numel)
         self.scalars: dict[str, Any] = {}
         self.has_states = False
         self.put(PARAM, master)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes on the disk."""
+        return self.file.num_bytes
+
+    @property
     def keys(self) -> list[str]:
         """`param`, and the names of the states that have its shape."""
-        return list(self._file.dtypes)
+        return list(self.file.dtypes)
 
     @property
     def buffer_bytes(self) -> int:
         """What each of a pool's buffers has to hold, of which a step takes three."""
-        return self._file.stride_bytes
+        return self.file.stride_bytes
 
     @torch.no_grad()
     def step(
@@ -179,7 +190,7 @@ class DiskStates:
         is_adam = adam is not None and type(self._optimizer) in TORCHS_ADAMS
 
         def work(index: int, views: dict[str, Tensor]) -> None:
-            start, stop = self._file.bounds(index)
+            start, stop = self.file.bounds(index)
             part = None if out is None else out[start:stop]
             if is_adam and adam is not None:
                 self._adam_step(adam, views, grad[start:stop], part, group, before, scale)
@@ -188,20 +199,20 @@ class DiskStates:
                 if part is not None:
                     part.copy_(views[PARAM])
 
-        self._file.update(pool, work)
+        self.file.update(pool, work)
         self.has_states = True
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements of the masters or of a state, copied into memory."""
-        return self._file.get(key, start, stop)
+        return self.file.get(key, start, stop)
 
     def put(self, key: str, value: Tensor, start: int = 0) -> None:
         """Replace elements from `start` on. What is put before the first step is what that begins with."""
-        self._file.put(key, value, start)
+        self.file.put(key, value, start)
         self.has_states |= key != PARAM
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
     def _adam_step(
         self,

@@ -31,6 +31,10 @@ LANES = 64
 every element is worked out by the same instructions as in one call for the whole."""
 
 
+UNCUT = 8
+"""Slices that one may be as long as where nothing is widened or narrowed: each byte is then touched once anyway."""
+
+
 @dataclass(frozen=True)
 class AdamTensors:
     """What one update reads and writes: flat, contiguous tensors on the host, of one length.
@@ -107,7 +111,8 @@ class HostAdam:
         """
         every = list(every)
         kernel = _kernel(group, every)
-        tasks = deque(bundles(every, self._slice_numel))
+        slice_numel = self._slice_numel if _needs_scratch(every, scale) else UNCUT * self._slice_numel
+        tasks = deque(bundles(every, slice_numel))
         count = torch.tensor(float(step))
 
         def work() -> None:
@@ -195,6 +200,10 @@ def bundles(every: Iterable[AdamTensors], slice_numel: int) -> Iterator[list[Ada
             numel += part.param.numel()
     if together:
         yield together
+
+
+def _needs_scratch(every: Sequence[AdamTensors], scale: float) -> bool:
+    return scale != 1 or any(one.out is not None or one.grad.dtype != one.param.dtype for one in every)
 
 
 def _kernel(group: Mapping[str, Any], every: Sequence[AdamTensors]) -> Kernel:

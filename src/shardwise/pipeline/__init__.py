@@ -2,6 +2,7 @@
 
 from shardwise.pipeline.across import AcrossStages
 from shardwise.pipeline.layout import AXIS, StageLayout, has_pipeline, stage_layout
+from shardwise.pipeline.messages import Layout, most_under_way
 from shardwise.pipeline.pipeline import Pipeline, Trainer
 from shardwise.pipeline.shared import SharedGradients
 from shardwise.pipeline.staged import PLAIN_LOOP, StagedModel
@@ -12,6 +13,7 @@ __all__ = [
     "PLAIN_LOOP",
     "AcrossStages",
     "Aside",
+    "Layout",
     "Pipeline",
     "SharedGradients",
     "StageLayout",
@@ -19,5 +21,6 @@ __all__ = [
     "Trainer",
     "backward_of_weights",
     "has_pipeline",
+    "most_under_way",
     "stage_layout",
 ]

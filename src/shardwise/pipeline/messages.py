@@ -38,6 +38,11 @@ class Layout(NamedTuple):
         return cls(tuple(shape[:num_dims]), _DTYPES[dtype])
 
 
+def most_under_way(num_ranks: int) -> int:
+    """How many messages of a channel may be on their way at a time, in a pipeline of so many ranks."""
+    return 2 * num_ranks
+
+
 class _Coming(NamedTuple):
     tensor: Tensor
     work: Work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,11 +14,12 @@ from shardwise.mesh import Mesh
 from shardwise.micro_batches import LossFunction, MicroBatch
 from shardwise.pipeline.across import AcrossStages
 from shardwise.pipeline.layout import AXIS, StageLayout
-from shardwise.pipeline.messages import Channel, Layout
+from shardwise.pipeline.messages import Channel, Layout, most_under_way
 from shardwise.pipeline.staged import StagedModel
 from shardwise.pipeline.weight_grads import Aside, WeightGrads
 from shardwise.program.schedule import Op
 from shardwise.runtime import named_tensors, tensors_in
+from shardwise.telemetry import STAGES, Timeline
 
 Tensor = torch.Tensor
 Segment = tuple[tuple[str, int], ...]
@@ -61,6 +62,7 @@ class _Step:
     parts: Sequence[MicroBatch]
     kinds: Sequence[Hashable]
     loss_fn: LossFunction | None
+    timeline: Timeline
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     aside: dict[tuple[int, int], list[Aside]] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
@@ -83,7 +85,7 @@ class Pipeline:
         self._weights = WeightGrads(staged.own_modules()) if is_halved else None
         self._last_stage = len(self.layout.stages) - 1
         host = world.collectives(torch.device("cpu"))
-        most = 2 * self.layout.num_ranks
+        most = most_under_way(self.layout.num_ranks)
         self._forward_to: dict[int, Channel] = {}
         self._forward_from: dict[int, Channel] = {}
         self._backward_to: dict[int, Channel] = {}
@@ -98,6 +100,10 @@ class Pipeline:
             if world.rank == upper:
                 self._forward_from[stage + 1] = Channel(up, "activation", self._collectives, host, device, most)
                 self._backward_to[stage + 1] = Channel(down, "gradient", self._collectives, host, device, most)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Everybody's message along the pipeline, by place; blocks."""
+        return self._collectives.exchange(message, self._line, "stages")
 
     @property
     def halves_backwards(self) -> bool:
@@ -115,10 +121,12 @@ class Pipeline:
         if self._weights is not None:
             self._weights.release()
 
-    def train(self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer) -> Tensor:
+    def train(
+        self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, trainer: Trainer, timeline: Timeline
+    ) -> Tensor:
         """Forward and backward of all micro-batches; the mean loss, on every rank."""
         self._check_same_batch(parts)
-        step = _Step(parts, [_kind_of(part) for part in parts], loss_fn)
+        step = _Step(parts, [_kind_of(part) for part in parts], loss_fn, timeline)
         with self._cleared_on_error():
             for index, (op, segment, is_last) in enumerate(_segments(self._row)):
                 if segment is not None:
@@ -128,7 +136,8 @@ class Pipeline:
                     self._forward(op, step, following)
                 elif op.kind == "W":
                     self._look_ahead(following, step)
-                    trainer.backward_of_weights(step.aside.pop((op.stage, op.micro_batch)))
+                    with self._on_timeline(op, step):
+                        trainer.backward_of_weights(step.aside.pop((op.stage, op.micro_batch)))
                 else:
                     self._backward(op, step, trainer, following)
             return self._finish(step)
@@ -137,7 +146,7 @@ class Pipeline:
         self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_segment: Callable[[Hashable], None]
     ) -> Tensor:
         """The mean loss of all micro-batches, on every rank; forward only, in the order of the schedule."""
-        step = _Step(parts, [_kind_of(part) for part in parts], loss_fn)
+        step = _Step(parts, [_kind_of(part) for part in parts], loss_fn, Timeline())
         with torch.no_grad(), self._cleared_on_error():
             for op in self._row:
                 if op.kind == "F":
@@ -155,10 +164,11 @@ class Pipeline:
         arrived = None
         if stage:
             channel = self._forward_from[stage]
-            arrived = channel.receive(channel.layout(kind), batch)
+            with self._on_timeline(op, step, "wait "):
+                arrived = channel.receive(channel.layout(kind), batch)
             arrived.requires_grad_(torch.is_grad_enabled())
         self._look_ahead(following, step)
-        with self.staged.running(stage, arrived):
+        with self._on_timeline(op, step), self.staged.running(stage, arrived):
             output = self.staged.model(*part.args, **part.kwargs)
             if stage == self._last_stage:
                 output = part.loss(output, step.loss_fn)
@@ -174,9 +184,10 @@ class Pipeline:
         gradient = None
         if stage < self._last_stage:
             layout = Layout(tuple(held.output.shape), held.output.dtype)
-            gradient = self._backward_from[stage].receive(layout, batch)
+            with self._on_timeline(op, step, "wait "):
+                gradient = self._backward_from[stage].receive(layout, batch)
         self._look_ahead(following, step)
-        with self.staged.running(stage, held.arrived), self._halved(op, step):
+        with self._on_timeline(op, step), self.staged.running(stage, held.arrived), self._halved(op, step):
             if gradient is None:
                 trainer.backward(held.output)
             else:
@@ -184,6 +195,10 @@ class Pipeline:
         if held.arrived is not None:
             given = held.arrived.grad
             self._backward_to[stage].send(torch.zeros_like(held.arrived) if given is None else given, batch)
+
+    def _on_timeline(self, op: Op, step: _Step, what: str = "") -> AbstractContextManager[None]:
+        """`F0@1`, or what it waits for: `wait F0@1`."""
+        return step.timeline.during(STAGES, f"{what}{op.kind}{op.micro_batch}@{op.stage}")
 
     @contextmanager
     def _halved(self, op: Op, step: _Step) -> Iterator[None]:

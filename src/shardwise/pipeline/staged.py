@@ -144,6 +144,11 @@ class StagedModel:
         """The modules of this rank's stages."""
         return [one.own for one in self._places if one.own is not None]
 
+    def modules_of(self, stage: int) -> list[nn.Module]:
+        """The modules of one of this rank's stages."""
+        first, last = self._firsts[stage], self._lasts[stage]
+        return [one.own for one in self._places[first : last + 1] if one.own is not None]
+
     def is_first_with(self, name: str) -> bool:
         """Whether no lower place along the axis has this parameter or buffer."""
         if name in self.holders:
@@ -177,7 +182,10 @@ class StagedModel:
         self._name_of.clear()
 
     def attach(self) -> None:
-        """Take over the model's forward; after other hooks have been hung, so that they see what arrives."""
+        """Take over the model's forward; after other hooks have been hung, so that they see what arrives.
+
+        Also of a copy of this and the model, which has none of our hooks.
+        """
         model, original = self.model, self._forward
 
         @wraps(original)

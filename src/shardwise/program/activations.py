@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.program.action import Moment
 from shardwise.program.spec import Trace
@@ -35,3 +35,11 @@ class Activations:
     def trace(self) -> Trace:
         """The order in which units are used."""
         return tuple(mark.moment for mark in self.marks if mark.moment.unit)
+
+    def beside(self, forward_bytes: int, backward_bytes: int) -> Activations:
+        """The same while so many bytes more live: in the forward, and in the backward, the way into it included."""
+        marks = []
+        for mark in self.marks:
+            more = forward_bytes if mark.moment.phase == "forward" else backward_bytes
+            marks.append(Mark(mark.moment, mark.peak_bytes + more, mark.live_bytes + more))
+        return replace(self, marks=tuple(marks))

@@ -87,23 +87,27 @@ def footprint(
     num_micro_batches: int = 1,
     coordinate: Mapping[str, int] | None = None,
     activations: Activations | None = None,
+    stages: Sequence[tuple[Program, Activations]] = (),
 ) -> Footprint:
     """What one step, `micro_batch` as often as gradients are accumulated and then `step`, holds on each rank.
 
     `states_per_param`: tensors of the parameter's size that the optimizer keeps (Adam: 2), where a flat buffer does
     not say how it is updated. Ranks differ where it does: the figures are those of the rank at `coordinate` of the
     mesh, or else the most that any rank holds. `activations` are those of a rehearsal with the order of `micro_batch`.
+    Under a pipeline `stages` are the passes of a micro-batch through each stage of the rank, in place of both.
     """
+    passes = stages or ((micro_batch, activations),)
+    activations = passes[0][1]
     flats = [flat for unit in units for flat in unit.flats]
     param = _resting_bytes(flats, "device")
     optim = _optim_bytes(flats, "device", states_per_param, coordinate)
     grad = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.tier_of("grad") == "device")
     clock = Walk(units, coordinate)
     clock.kept = _kept_bytes(flats) if activations is not None and activations.on_cpu else 0
-    marks = _marks(micro_batch, activations)
     for _ in range(min(2, num_micro_batches)):  # all later ones hold what the second holds
-        for block, mark in zip(micro_batch, marks, strict=True):
-            clock.walk(block, mark)
+        for program, counted in passes:
+            for block, mark in zip(program, _marks(program, counted), strict=True):
+                clock.walk(block, mark)
     for block in step:
         clock.walk(block)
     host = _on_host(flats, clock.pooled, states_per_param, coordinate)

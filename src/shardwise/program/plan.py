@@ -49,6 +49,7 @@ class StepProgram:
         num_micro_batches: int = 1,
         coordinate: Mapping[str, int] | None = None,
         activations: Activations | None = None,
+        stages: Sequence[tuple[Program, Activations]] = (),
     ) -> Footprint:
         """What it holds on each rank; see `footprint`."""
         return footprint(
@@ -59,6 +60,7 @@ class StepProgram:
             num_micro_batches=num_micro_batches,
             coordinate=coordinate,
             activations=activations,
+            stages=stages,
         )
 
     def copied_bytes(self, num_micro_batches: int = 1) -> dict[str, int]:

@@ -8,6 +8,7 @@ soon as autograd hands them over. What follows a recomputation (activation check
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ from shardwise.runtime.reach import Callers, Reach
 from shardwise.storage import FullState, Unit, torch_dtype
 
 Loss = Callable[[Any], torch.Tensor]
+Take = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Makes the arguments of a forward, which are then their taker's alone."""
+Work = Callable[[Take, LivingBytes], None]
+"""A forward and backward on some arguments, while bytes are counted."""
 PROCESS_BYTES = 2**25
 """[Note: what no tensor shows] On a CPU a process that begins to compute grows by pages of libraries that are first
 used then, scratch of the matrix kernels (MKL packs, oneDNN compiles), gaps of the heap between living blocks, and the
@@ -67,16 +72,44 @@ def rehearse(
     Raises `ModelError` for a model that asks for values of floating-point tensors, or that fails on the batch, and
     `ConfigError` for a `batch` of another kind.
     """
+
+    def prepare(twin: Twin) -> Work:
+        return partial(_back_and_forth, twin.model, loss or loss_in)
+
+    return rehearse_work(prepare, model, units, batch, device=device, compute=compute)
+
+
+def _back_and_forth(model: nn.Module, loss: Loss, take: Take, _: LivingBytes) -> None:
+    args, kwargs = take()
+    result = loss(model(*args, **kwargs))
+    del args, kwargs
+    if not result.requires_grad:
+        raise ModelError("The loss depends on no trained parameter, so that there is no backward to rehearse.")
+    (result if result.numel() == 1 else result.sum()).backward()  # type: ignore[no-untyped-call]  # torch's own
+
+
+def rehearse_work(
+    prepare: Callable[[Twin], Work],
+    model: nn.Module,
+    units: Sequence[Unit],
+    batch: object,
+    *,
+    device: torch.device,
+    compute: Dtype,
+) -> Activations:
+    """As `rehearse`, for a forward and backward that run otherwise: the work that `prepare` makes for the twin of
+    `model`, once hooks are hung. It may be done several times."""
     args, kwargs = _arguments(batch)
     fakes, products = FakeTensorMode(allow_non_fake_inputs=True), GroupedProducts()
     with fakes, Integers(), products, torch.enable_grad():
         twin = Twin(model, units, device)
         stage = _Stage(twin, device)
+        work = prepare(twin)
         given = {id(leaf): like(leaf, device) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         fake = tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], (args, kwargs))
         for _ in range(MAX_PASSES):
             try:
-                stage.perform(fake, compute, loss or loss_in)
+                stage.perform(work, fake, compute)
             except ModelError:
                 raise
             except Exception as error:
@@ -130,7 +163,7 @@ class _Stage:
         self._reached: list[tuple[Unit, nn.Module]] = []
         self._callers: Callers | None = None
 
-    def perform(self, batch: tuple[Any, Any], compute: Dtype, loss: Loss) -> None:
+    def perform(self, work: Work, batch: tuple[Any, Any], compute: Dtype) -> None:
         """One pass: `marks` are then those of this one, and `is_wiser` says whether the next will see more."""
         self.marks, self.is_wiser = [], False
         self._open.clear()
@@ -138,12 +171,7 @@ class _Stage:
         dtype = torch_dtype(compute) if compute in ("bf16", "fp16") else None
         with LivingBytes(self._resting, self._granule_bytes) as self._living:
             self._living.count(batch)
-            args, kwargs = batch if dtype is None else cast_floating(batch, dtype)
-            result = loss(self._twin.model(*args, **kwargs))
-            del args, kwargs
-            if not result.requires_grad:
-                raise ModelError("The loss depends on no trained parameter, so that there is no backward to rehearse.")
-            (result if result.numel() == 1 else result.sum()).backward()  # type: ignore[no-untyped-call]  # torch's own
+            work(lambda: batch if dtype is None else cast_floating(batch, dtype), self._living)
         self._forget_callers()
         for unit, site in self._reached:
             unit.sites.append(site)

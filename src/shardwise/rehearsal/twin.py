@@ -70,6 +70,10 @@ class Twin:
         self.model = self._copied(model)
         self.units = [self._unit(unit) for unit in units]
 
+    def copied(self, thing: Any) -> Any:
+        """A copy of what knows the model, or tensors of it, that knows the twin's instead."""
+        return copy.deepcopy(thing, self._memo)
+
     @property
     def resting(self) -> list[torch.Tensor]:
         """What is no activation: parameters, buffers, and other tensors that modules keep."""

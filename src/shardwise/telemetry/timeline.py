@@ -2,7 +2,7 @@
 
 The form is Google's "Trace Event Format". A rank is a process there, and what it did are threads of it. What goes on
 beside other things (a unit's backward, a message on its way) is an asynchronous span; what the host does, one thing
-after the other, is a plain one.
+after the other, is a plain one. Of a pipeline there are the ops of the schedule (`F0`, `B0`), and what they wait for.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-HOST, UNITS, ON_THE_WAY = "host", "units", "on the way"
-TRACKS = (UNITS, HOST, ON_THE_WAY)
+HOST, UNITS, ON_THE_WAY, STAGES = "host", "units", "on the way", "stages"
+TRACKS = (UNITS, HOST, ON_THE_WAY, STAGES)
 
 Event = dict[str, Any]
 
@@ -41,6 +41,15 @@ class Timeline:
             self.end(track, name)
         self.is_on = False
         return self.events
+
+    @contextmanager
+    def during(self, track: str, name: str) -> Iterator[None]:
+        """`name` goes on inside; costs next to nothing while this is off."""
+        self.begin(track, name)
+        try:
+            yield
+        finally:
+            self.end(track, name)
 
     @contextmanager
     def span(self, name: str, **args: object) -> Iterator[None]:

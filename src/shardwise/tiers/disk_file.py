@@ -15,11 +15,12 @@ import torch
 
 from shardwise.errors import StateError, TierError
 from shardwise.tiers.align import PAGE, down, requests, up
+from shardwise.tiers.buffers import pages
 from shardwise.tiers.calls import SYSTEM, Calls
+from shardwise.tiers.copying import copy_range
 from shardwise.tiers.direct import open_direct, read_at, write_at
 from shardwise.tiers.faults import folder_fault, io_fault
 from shardwise.tiers.io_queue import IoQueue
-from shardwise.tiers.pages import pages
 from shardwise.tiers.pending import Pending
 from shardwise.units import format_bytes
 
@@ -101,8 +102,22 @@ class DiskFile:
         memory[start - first : stop - first].copy_(data)
         self.write(first, memory).wait()
 
+    def copy_to(self, target: int, at: int, start: int, stop: int) -> bool:
+        """Copy bytes `start` to `stop` into another open file from byte `at` on, without passing through memory.
+
+        Whether that could be done: else they go through memory piece by piece. `target` goes through the page cache.
+        """
+        self._check(start, stop)
+        reader = os.open(f"/proc/self/fd/{self._handle}", os.O_RDONLY)  # not past the cache: any bytes may be read
+        try:
+            return copy_range(reader, start, target, at, stop - start)
+        except (OSError, EOFError) as error:
+            raise io_fault("copying", self.path, start, stop, error) from error
+        finally:
+            os.close(reader)
+
     def descriptor(self) -> int:
-        """Of the open file, for whoever copies it to another. It goes when the file is closed."""
+        """Of the open file, for advice to the kernel. It goes when the file is closed."""
         self._require_open()
         return self._handle
 

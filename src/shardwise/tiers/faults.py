@@ -21,7 +21,7 @@ OTHERWISE = "Name a folder on another disk."
 
 
 def io_fault(verb: str, path: Path, start: int, stop: int, error: OSError | EOFError) -> TierError:
-    """`verb` is `reading` or `writing`; bytes `start` to `stop` of `path` were asked for."""
+    """`verb` is `reading`, `writing` or `copying`; bytes `start` to `stop` of `path` were asked for."""
     what = f"{verb.capitalize()} {format_bytes(stop - start)} at byte {start} of {path} failed"
     if isinstance(error, EOFError):
         return TierError(f"{what}: {error}. Somebody has cut it, or the disk has lost some of it. {OTHERWISE}")

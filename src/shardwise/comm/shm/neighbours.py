@@ -102,10 +102,13 @@ class Neighbours:
 
     # -- to give ----------------------------------------------------------------------------------------
 
-    def buffer(self, num_bytes: int) -> Tensor:
-        """Memory whose content can be offered as it lies there: uint8, undefined."""
+    def buffer(self, num_bytes: int, *, waits: bool = True) -> Tensor:
+        """Memory whose content can be offered as it lies there: uint8, undefined.
+
+        `waits`: a little, for readers of what there is, before more is made.
+        """
         self._tidy()
-        if (block := self._arena.soon(num_bytes)) is not None:
+        if waits and (block := self._arena.soon(num_bytes)) is not None:
             self._wait_briefly(block)
         return self._arena.take(num_bytes)
 

@@ -18,9 +18,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError, StateError, TierError
-from shardwise.tiers import PAGE, BufferPool, Holder, IoQueue, Step, SystemCalls, TierFolder, check_local, layout
+from shardwise.tiers import (
+    PAGE,
+    BufferPool,
+    Holder,
+    IoQueue,
+    Step,
+    SystemCalls,
+    TierFolder,
+    check_local,
+    copying,
+    layout,
+)
 from shardwise.tiers.align import down, requests, up
-from shardwise.tiers.walk import steps, walk
+from shardwise.tiers.slices import steps, walk
 from tests.thorough import drawn
 
 Tensor = torch.Tensor
@@ -182,6 +193,30 @@ def test_a_block_that_changed_on_the_disk_is_noticed(tmp_path: Path, queue: IoQu
         file.read(0, buffer).wait()
     file.put(5 * PAGE + 1, bytes_of(2, 3))  # a part of a block: its sum is not known any more
     file.read(0, buffer).wait()
+    folder.close()
+
+
+@pytest.mark.parametrize("in_kernel", [True, False])
+def test_any_bytes_are_copied_to_another_file(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch, in_kernel: bool
+) -> None:
+    """Those that were just written past the page cache, between any places."""
+    if not in_kernel:
+        monkeypatch.setattr(os, "copy_file_range", lambda *_: (_ for _ in ()).throw(OSError(errno.EXDEV, "")))
+        monkeypatch.setattr(copying, "PIECE_BYTES", 5000)
+    folder = TierFolder(tmp_path / "tier")
+    file = folder.create("states", 8 * PAGE, queue)
+    plain = bytes_of(5, 8 * PAGE)
+    file.put(0, plain)
+    target = os.open(tmp_path / "checkpoint", os.O_RDWR | os.O_CREAT)
+    for start, stop, at in ((0, 8 * PAGE, 0), (3, 3, 9), (PAGE - 1, 5 * PAGE + 7, 13), (0, PAGE, 8 * PAGE)):
+        stayed = file.copy_to(target, at, start, stop)
+        assert in_kernel or not stayed or start == stop
+        assert os.pread(target, stop - start, at) == plain[start:stop].numpy().tobytes()
+    os.ftruncate(file.descriptor(), 6 * PAGE)
+    with pytest.raises(TierError, match=r"Copying 32.0 KiB at byte 0 of .*states failed: it ends at byte 24576"):
+        file.copy_to(target, 0, 0, 8 * PAGE)
+    os.close(target)
     folder.close()
 
 

@@ -1,0 +1,147 @@
+"""Pipelines beside those of `torch.distributed.pipelining` and DeepSpeed; and how long ours wait, beside theory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from statistics import median
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from benchmarks.fresh import run_ranks
+from benchmarks.machine import header
+from benchmarks.pipeline_sizes import PIPELINE_SIZES
+from benchmarks.results_file import write_result
+from benchmarks.show import show_figures
+from benchmarks.summary import TOLERANCE
+from benchmarks.turns import Standing, standings
+from shardwise.program.schedule import OpKind, schedule_for, timed
+
+NUM_RANKS = 2
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+TORCH, OURS, APART = "torch", "shardwise", "apart"
+DEEPSPEED, OURS_ZERO1 = "deepspeed-1 1f1b", "shardwise-zero1 1f1b"
+SIZES = ("light", "heavy")
+Spans = dict[str, list[float]]
+"""By rank and op (`0 F3@1`), when it began and ended, in microseconds."""
+
+
+def main(args: argparse.Namespace, console: Console) -> int:
+    """0; 1 if an engine trains otherwise than the others."""
+    sizes, num_rounds, num_steps = (("tiny",), 2, 3) if args.quick else (SIZES, args.rounds or 7, 5)
+    pairs = [(f"{TORCH} {schedule}", f"{OURS} {schedule}") for schedule in SCHEDULES]
+    pairs += [(DEEPSPEED, OURS_ZERO1)] if find_spec("deepspeed") else []
+    engines = [APART, *(engine for pair in pairs for engine in pair)]
+    result: dict[str, Any] = header(args.note) | {"benchmark": "pipeline", "ranks": NUM_RANKS, "races": []}
+    wrong = []
+    for size in sizes:
+        options = [f"--size={size}", f"--engines={','.join(engines)}", f"--rounds={num_rounds}", f"--steps={num_steps}"]
+        ranks = run_ranks("benchmarks.pipeline_rank", options, num_ranks=NUM_RANKS, timeout_seconds=1800)
+        rows = standings([rank["turns"] for rank in ranks], engines)
+        waits = [waited(name, spans, size) for name, spans in ranks[0]["spans"].items()]
+        result["races"].append(
+            {
+                "size": size,
+                "turns": [rank["turns"] for rank in ranks],
+                "summary": [row._asdict() for row in rows],
+                "waits": [wait._asdict() for wait in waits],
+            }
+        )
+        file = write_result(args.out / "pipeline.json", result)
+        _show(size, rows, dict(pairs), waits, console)
+        wrong += [f"{size}: {sentence}" for sentence in faults_of(rows)]
+    console.print(f"\n{file}", markup=False)
+    for sentence in wrong:
+        console.print(sentence, markup=False)
+    return 1 if wrong else 0
+
+
+def faults_of(rows: Sequence[Standing]) -> list[str]:
+    """A sentence for each engine whose loss is not that of the first of torch's."""
+    expected = next(row.loss for row in rows if row.engine.startswith(TORCH))
+    return [
+        f"{row.engine}: the loss is {row.loss:.6f}, that of {TORCH} is {expected:.6f}."
+        for row in rows
+        if row.engine != APART and abs(row.loss - expected) > TOLERANCE["fp32"] * abs(expected)
+    ]
+
+
+# -- waiting ----------------------------------------------------------------------------------------------
+
+
+class Waited(NamedTuple):
+    """The share of the ranks' time in which they wait: measured, as the schedule has it where each kind of op takes
+    what it took at its median, and where a backward takes twice as long as a forward."""
+
+    engine: str
+    measured: float
+    theory: float
+    unit_theory: float
+
+
+def spans_of(events: Sequence[Mapping[str, Any]]) -> Spans:
+    """When the ops of a schedule ran, from the events of a timeline."""
+    spans: Spans = {}
+    for event in events:
+        if event.get("cat") == "stages" and not event["name"].startswith("wait "):
+            spans.setdefault(f"{event['pid']} {event['name']}", []).append(event["ts"])
+    return spans
+
+
+def waited(engine: str, steps: Sequence[Spans], size: str) -> Waited:
+    """`steps` are the spans of each."""
+    name = engine.partition(" ")[2]
+    num_micro_batches, num_chunks = PIPELINE_SIZES[size].num_micro_batches, 2 if name == "interleaved" else 1
+    schedule = schedule_for(name, NUM_RANKS, num_micro_batches, num_chunks)
+    took: dict[OpKind, list[float]] = {}
+    for spans in steps:
+        for op, (start, stop) in spans.items():
+            kind: Any = op.split()[1][0]
+            took.setdefault(kind, []).append(stop - start)
+    costs = {kind: median(each) for kind, each in took.items()}
+    measured = median(bubble_of(spans) for spans in steps)
+    return Waited(engine, measured, timed(schedule, costs).bubble, timed(schedule).bubble)
+
+
+def bubble_of(spans: Spans) -> float:
+    """From the first op's beginning to the last one's end, the share of the ranks' time in which they run none."""
+    first, last = min(start for start, _ in spans.values()), max(stop for _, stop in spans.values())
+    busy = sum(stop - start for start, stop in spans.values())
+    return 1 - busy / (NUM_RANKS * (last - first))
+
+
+def _show(
+    size: str, rows: Sequence[Standing], peers: Mapping[str, str], waits: Sequence[Waited], console: Console
+) -> None:
+    peer_of = {ours: peer for peer, ours in peers.items()}
+    lines = []
+    for row in rows:
+        peer = peer_of.get(row.engine)
+        lines.append(
+            [
+                row.engine,
+                f"{row.step_seconds * 1000:.1f}",
+                f"{row.passes_seconds * 1000:.1f}",
+                f"{row.over[APART]:.2f}",
+                "-" if peer is None else f"{row.over[peer]:.2f}",
+                f"{row.cpu_seconds * 1000:.1f}",
+                "-" if peer is None else f"{row.cpu_over[peer]:.2f}",
+                f"{row.loss:.5f}",
+            ]
+        )
+    columns = ["engine", "ms/step", "passes", f"x {APART}", "x peer", "CPU ms", "CPU x peer", "loss"]
+    show_figures(f"{size}, fp32, {NUM_RANKS} stages", columns, lines, console)
+    shown = [
+        [
+            one.engine,
+            f"{one.measured:.1%}",
+            f"{one.theory:.1%}",
+            f"{one.measured / one.theory:.2f}",
+            f"{one.unit_theory:.1%}",
+        ]
+        for one in waits
+    ]
+    columns = ["waiting", "measured", "by the schedule", "ratio", "backward = 2 forwards"]
+    show_figures(f"{size}: the ranks' time in which they wait", columns, shown, console)

@@ -1,0 +1,181 @@
+"""What the stages of a pipeline hold on one rank: each rehearsed by itself, and what is in flight added up.
+
+A stage is rehearsed on what the stage before it hands over, of which only shape and dtype count; these are found by a
+forward of each stage in turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.pipeline import Layout, StagedModel, most_under_way
+from shardwise.placement import Dtype
+from shardwise.program import Activations
+from shardwise.program.in_flight import held_beside
+from shardwise.program.schedule import Schedule
+from shardwise.rehearsal.living import LivingBytes
+from shardwise.rehearsal.rehearse import Loss, Take, Work, loss_in, rehearse_work
+from shardwise.rehearsal.twin import Twin
+from shardwise.storage import Unit
+
+Tensor = torch.Tensor
+
+
+Exchange = Callable[[bytes], list[bytes]]
+"""Gives every rank of the pipeline everybody's message, by place."""
+
+
+@dataclass(frozen=True)
+class StageRehearsal:
+    """What is known of a rank's stages, and of the micro-batch that goes through them."""
+
+    staged: StagedModel
+    units: Sequence[Unit]
+    batch: object
+    device: torch.device
+    compute: Dtype
+    loss: Loss | None = None
+
+    def activations(self, exchange: Exchange) -> list[Activations]:
+        """Those of a micro-batch's pass through each stage of this rank, while as many others wait for their backward
+        as the schedule has at most.
+
+        All ranks of the pipeline call; if the stage of one cannot be rehearsed, all raise `ModelError`.
+        """
+        num_stages = len(self.staged.layout.stages)
+        arrived: Layout | None = None
+        counted: dict[int, Activations] = {}
+        found: dict[int, _Held] = {}
+        for stage in range(num_stages):
+            error: ModelError | None = None
+            if stage in self.staged.stages:
+                found[stage] = _Held()
+                try:
+                    counted[stage] = self._rehearsed(stage, arrived, found[stage])
+                except ModelError as raised:
+                    error = raised
+            if stage + 1 < num_stages:
+                arrived = self._told(exchange, stage, found.get(stage), error)
+            elif error is not None:
+                raise error
+        return self._together(counted, found)
+
+    def _told(self, exchange: Exchange, stage: int, held: _Held | None, error: ModelError | None) -> Layout:
+        """What `stage` hands over, from the rank that has it."""
+        said: dict[str, Any] = {}
+        if error is not None:
+            said = {"error": str(error)}
+        elif held is not None and held.handed_over is not None:
+            said = {"numbers": held.handed_over.numbers().tolist()}
+        answer = json.loads(exchange(json.dumps(said).encode())[self.staged.layout.place_of(stage)])
+        if error is not None:
+            raise error
+        if "error" in answer:
+            raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {answer['error']}")
+        return Layout.of_numbers(torch.tensor(answer["numbers"]))
+
+    def _together(self, counted: Mapping[int, Activations], found: Mapping[int, _Held]) -> list[Activations]:
+        """Each stage beside what is in flight at most."""
+        beside = held_beside(
+            self.staged.layout.schedule,
+            self.staged.place,
+            {stage: held.after_forward for stage, held in found.items()},
+            {stage: held.aside for stage, held in found.items()},
+        )
+        together, sent = [], sum(held.messages for held in found.values())
+        for stage, activations in counted.items():
+            backwards = max(beside.get(("B", stage), 0), beside.get(("I", stage), 0), beside.get(("W", stage), 0))
+            together.append(activations.beside(beside["F", stage] + sent, backwards + sent))
+        return together
+
+    def _rehearsed(self, stage: int, arrived: Layout | None, held: _Held) -> Activations:
+        def prepare(twin: Twin) -> Work:
+            staged: StagedModel = twin.copied(self.staged)
+            staged.attach()
+            held.watch(staged, stage)
+            return partial(_through_stage, staged, stage, arrived, self, held)
+
+        return rehearse_work(
+            prepare, self.staged.model, self.units, self.batch, device=self.device, compute=self.compute
+        )
+
+
+@dataclass
+class _Held:
+    """Bytes of one micro-batch in one stage."""
+
+    after_forward: int = 0
+    """Until the backward: what autograd saves, what has arrived, and what is handed over."""
+    messages: int = 0
+    """On their way meanwhile: what comes next from either side, and copies of what was sent to both."""
+    handed_over: Layout | None = None
+    _linear: dict[int, int] = field(default_factory=dict)
+    _num_gradients: int = 0
+
+    @property
+    def aside(self) -> int:
+        """What the first half of a backward puts aside: inputs of linear layers, and the gradients of their outputs."""
+        return sum(self._linear.values()) + self._num_gradients
+
+    def watch(self, staged: StagedModel, stage: int) -> None:
+        """Count what the linear layers of `stage` are given, each tensor once, and what they make."""
+
+        def count(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if torch.is_grad_enabled() and args:
+                storage = args[0].untyped_storage()
+                self._linear[storage._cdata] = storage.nbytes()
+                self._num_gradients += output.nbytes
+
+        for module in staged.modules_of(stage):
+            for one in module.modules():
+                if type(one) is nn.Linear:
+                    one.register_forward_hook(count)
+
+    def begin(self) -> None:
+        self._linear.clear()
+        self._num_gradients = 0
+
+
+def _through_stage(
+    staged: StagedModel,
+    stage: int,
+    arrived: Layout | None,
+    rehearsal: StageRehearsal,
+    held: _Held,
+    take: Take,
+    living: LivingBytes,
+) -> None:
+    """One forward and backward of a twin's stage, as a pipeline does them."""
+    held.begin()
+    args, kwargs = take()
+    before = living.live_bytes
+    given = None if arrived is None else torch.empty(arrived.shape, dtype=arrived.dtype, device=rehearsal.device)
+    if given is not None:
+        given.requires_grad_()
+    is_last = stage + 1 == len(staged.layout.stages)
+    with staged.running(stage, given):
+        output: Any = staged.model(*args, **kwargs)
+        output = (rehearsal.loss or loss_in)(output) if is_last else output
+    del args, kwargs
+    held.after_forward = max(0, living.live_bytes - before)
+    held.messages = _message_bytes(staged.layout.schedule, given, None if is_last else output)
+    if not is_last:
+        held.handed_over = Layout(tuple(output.shape), output.dtype)
+    if output.requires_grad:
+        with staged.running(stage, given):
+            torch.autograd.backward(output, torch.empty_like(output))
+
+
+def _message_bytes(schedule: Schedule, given: Tensor | None, output: Tensor | None) -> int:
+    """What is on its way beside an op: from either side what the next one needs, a copy of what was handed over last,
+    and gradients that were handed back and have perhaps not left."""
+    most = 1 + min(most_under_way(schedule.num_ranks), schedule.num_micro_batches)
+    return (0 if given is None else most * given.nbytes) + (0 if output is None else 2 * output.nbytes)

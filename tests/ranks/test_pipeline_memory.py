@@ -1,0 +1,122 @@
+"""What a pipeline is promised to hold, micro-batches in flight included, against what a step makes and keeps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipelined import VOCAB, Decoder, batches
+from torch import nn
+from twins import adamw
+
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError
+from shardwise.program import Footprint
+from shardwise.rehearsal.living import LivingBytes
+from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
+
+Tensor = torch.Tensor
+MICRO_BATCHES, ROWS, LENGTH = 8, 8, 64
+
+
+class Curious(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def tensors_there() -> Iterator[Tensor]:
+    """All that live in this process, whosever they are."""
+    for one in gc.get_objects():
+        if type(one) is Tensor:
+            yield one
+
+
+def promised_and_made(
+    schedule: str, mesh: dict[str, int], preset: str = "zero1", *, trains: bool = True
+) -> list[tuple[Footprint, int]]:
+    """For each rank what it was promised, and the most bytes that lived at once of what its third step made."""
+    num_ranks = mesh["pp"] * mesh.get("dp", 1)
+    models = [Decoder() for _ in range(num_ranks)]
+    x, y = batches(1, MICRO_BATCHES * ROWS, lengths=(LENGTH,))[0]
+    plan = {"preset": preset, "mesh": mesh, "accumulate": MICRO_BATCHES, "pipeline": {"schedule": schedule}}
+
+    def rank(world: sw.World) -> tuple[Footprint, int]:
+        mine = models[world.rank]
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            promised = engine.rehearse((x[:ROWS], y[:ROWS]))
+            if not trains:
+                return promised, 0
+            for _ in range(2):
+                engine.train_step((x, y))
+            world.barrier()
+            there = [*tensors_there(), *(flat.full for flat in engine._sharded.flats if flat.full is not None)]
+            world.barrier()
+            living = LivingBytes(there)
+            with living:
+                engine.train_step((x, y))
+            return promised, living.peak_bytes
+
+    return run_ranks(num_ranks, rank)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "preset"),
+    [
+        ("1f1b", {"pp": 4}, "zero1"),
+        ("gpipe", {"pp": 2}, "zero1"),
+        ("interleaved", {"pp": 2}, "zero1"),
+        ("zb-h1", {"pp": 2}, "ddp"),
+        ("1f1b", {"pp": 2, "dp": 2}, "zero3"),
+    ],
+)
+def test_micro_batches_in_flight_are_counted(schedule: str, mesh: dict[str, int], preset: str) -> None:
+    for promised, made in promised_and_made(schedule, mesh, preset):
+        held = promised.total - promised.process - promised.param - promised.optim
+        assert 0.85 * held <= made <= 1.05 * held
+
+
+def test_a_schedule_that_holds_more_is_promised_more() -> None:
+    """GPipe holds what eight micro-batches leave, 1F1B on the first of two ranks what two do."""
+    told: dict[str, list[Footprint]] = {}
+    for schedule in ("gpipe", "1f1b"):
+        told[schedule] = [promised for promised, _ in promised_and_made(schedule, {"pp": 2}, trains=False)]
+    first, second = ([told[name][place].activations or 0 for name in ("gpipe", "1f1b")] for place in (0, 1))
+    assert 2.5 < first[0] / first[1] < 4.5
+    assert 5 < second[0] / second[1] < 8.5
+
+
+def test_a_stage_that_cannot_be_rehearsed_is_named_on_all_ranks() -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), Curious(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    plan = {"preset": "zero1", "mesh": {"pp": 2}, "accumulate": 2, "pipeline": {"stages": [["0", "1"], ["2", "3"]]}}
+
+    def rank(world: sw.World) -> str:
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            with pytest.raises(ModelError) as refused:
+                engine.rehearse(torch.ones(2, 4), loss=torch.sum)
+            world.barrier()
+            return str(refused.value)
+
+    said = run_ranks(2, rank)
+    assert "asks for the value of a tensor" in said[0]
+    assert said[1] == f"Stage 0 of the pipeline cannot be rehearsed: {said[0]}"
+
+
+def test_gradients_that_wait_whole_are_not_promised() -> None:
+    models = [Decoder() for _ in range(2)]
+    plan: dict[str, Any] = {"mesh": {"pp": 2, "dp": 1}, "accumulate": 2, "pipeline": {"schedule": "zb-h1"}}
+
+    def rank(world: sw.World) -> None:
+        tokens = torch.zeros(2, LENGTH, dtype=torch.int64).clamp(max=VOCAB)
+        with (
+            sw.shard(models[world.rank], {"preset": "zero2", **plan}, world=world) as engine,
+            pytest.raises(ConfigError, match="Rehearse with schedule 1f1b, or with zero1"),
+        ):
+            engine.rehearse((tokens, tokens))
+
+    run_ranks(2, rank)
