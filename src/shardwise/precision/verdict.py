@@ -200,10 +200,17 @@ def clip(flats: Sequence[Flat], norm: Norm, max_norm: float) -> bool:
 
 
 def scale_gradients(flats: Sequence[Flat], factor: float | Tensor) -> None:
-    """Multiply every gradient, once it is where the update needs it, by a number or a tensor without dimensions."""
-    dues = [flat.grads.due for flat in flats if flat.grads.due is not None]
-    if dues:
-        torch._foreach_mul_(dues, factor)
+    """Multiply every gradient, once it is where the update needs it, by a number or a tensor without dimensions.
+
+    For those that are updated on the host, that waits for a factor which is still on its device.
+    """
+    dues = [(flat.grads.due, flat.spec.updates_below) for flat in flats if flat.grads.due is not None]
+    here = [due for due, is_below in dues if not is_below]
+    there = [due for due, is_below in dues if is_below]
+    if here:
+        torch._foreach_mul_(here, factor)
+    if there:
+        torch._foreach_mul_(there, float(factor))
 
 
 def due_parts(flats: Sequence[Flat]) -> list[tuple[Tensor, int]]:
