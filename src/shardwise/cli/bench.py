@@ -17,7 +17,7 @@ PEERS_PYTHON = Path(".venv-bench/bin/python")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("program", help="peers, collectives, checkpoint, host, growth or compile")
+    option("program", help="peers, collectives, checkpoint, host, growth, compile, tensor or pipeline")
     option("arguments", nargs=argparse.REMAINDER, help="its options; `shardwise bench peers --help` lists them")
 
 
