@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import checkpoint, collectives, compiled, growth, host, pipeline, tensor
+from benchmarks import checkpoint, collectives, compiled, growth, overhead, pipeline, tensor, tiers
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
 from benchmarks.names import ENGINE_NAMES
@@ -20,7 +20,7 @@ from benchmarks.show import show_loss_verdict, show_race
 from benchmarks.sizes import DTYPES, SIZES
 from shardwise.errors import ShardwiseError
 
-PROGRAMS = ("peers", "collectives", "checkpoint", "host", "growth", "compile", "tensor", "pipeline")
+PROGRAMS = ("peers", "collectives", "checkpoint", "overhead", "growth", "compile", "tensor", "pipeline", "tiers")
 RESULTS = ROOT / "runs" / "bench"
 
 
@@ -72,11 +72,12 @@ _PROGRAMS = {
     "peers": _peers,
     "collectives": collectives.main,
     "checkpoint": checkpoint.main,
-    "host": host.main,
+    "overhead": overhead.main,
     "growth": growth.main,
     "compile": compiled.main,
     "tensor": tensor.main,
     "pipeline": pipeline.main,
+    "tiers": tiers.main,
 }
 
 
@@ -87,8 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     option("--quick", action="store_true", help="a minute or two: whether all runs, not how fast")
     option("--out", type=Path, default=RESULTS, metavar="DIR", help="where results go (default: runs/bench)")
     option("--note", default="", metavar="TEXT", help="kept with the result")
-    option("--rounds", type=_positive, metavar="N", help="of peers and growth: how often each runs (default: 3)")
-    saves = parser.add_argument_group("checkpoint")
+    option(
+        "--rounds",
+        type=_positive,
+        metavar="N",
+        help="of peers, growth and tiers: how often each runs (default: 3; tiers 5)",
+    )
+    saves = parser.add_argument_group("checkpoint and tiers")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")
     peers = parser.add_argument_group("peers")
     option = peers.add_argument

@@ -1,4 +1,4 @@
-"""The floor of `host`: ZeRO-3 for one model, with everything known beforehand and nothing looked at.
+"""The floor of `overhead`: ZeRO-3 for one model, with everything known beforehand and nothing looked at.
 
 No program, no look-ahead, no other table, precision or model; no padding, no journal, no counting of bytes or messages,
 no fault found. What is left is what PyTorch asks of any engine that works through its hooks, one call for each thing.

@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.fresh import ROOT, RunError, environment, launcher, run_ranks
-from benchmarks.host import PLAIN, run_host
 from benchmarks.machine import header
 from benchmarks.names import APART
+from benchmarks.overhead import PLAIN, run_host
 from benchmarks.results_file import write_result
 from benchmarks.schedule import interleaved
 from benchmarks.show import show_figures
@@ -73,7 +73,7 @@ def _by_ranks(races: Sequence[tuple[str, int]], num_rounds: int) -> list[dict[st
 
 
 def _by_units(num_rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Host time of a block's forward and backward over the plain model's, by the number of blocks: see `host`."""
+    """Host time of a block's forward and backward over the plain model's, by the number of blocks: see `overhead`."""
     over: dict[int, list[float]] = {num_blocks: [] for num_blocks in BLOCKS}
     for _, name in interleaved([str(num_blocks) for num_blocks in BLOCKS], num_rounds):
         num_blocks = int(name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shardwise.version import __version__
 
 if TYPE_CHECKING:
-    from shardwise import data, optim, tensor
+    from shardwise import data, experts, optim, tensor
     from shardwise.checkpoint import Keep
     from shardwise.comm import World
     from shardwise.config import Plan, load_plan
@@ -36,6 +36,7 @@ __all__ = [
     "convert",
     "data",
     "deferred_init",
+    "experts",
     "inspect",
     "load_plan",
     "optim",
@@ -59,7 +60,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name in ("data", "optim", "tensor"):
+    if name in ("data", "experts", "optim", "tensor"):
         return importlib.import_module(f"shardwise.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

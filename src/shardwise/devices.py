@@ -78,6 +78,14 @@ class Accelerator(Protocol):
         """Inside, `stream` is the current one."""
         ...
 
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """So many bytes of the host's memory, pinned: copies to and from the device need no detour."""
+        ...
+
+    def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between pinned memory of the host and the device on the current stream; nobody waits for it."""
+        ...
+
     def keep_for(self, tensor: torch.Tensor, reader: Stream) -> torch.Tensor:
         """The same tensor, whose memory is used again only when `reader`, another stream than its own, is through."""
         ...
@@ -137,6 +145,12 @@ class TorchAccelerator:
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         assert isinstance(stream, torch.Stream)
         return stream
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
+        out.copy_(source, non_blocking=True)
 
     def keep_for(self, tensor: torch.Tensor, reader: Stream) -> torch.Tensor:
         if tensor.device.type == self.kind:

@@ -309,6 +309,8 @@ class Engine(EngineTraining):
         self._require_open()
         if self._sharded.sequence is not None:
             raise ConfigError("Activations of sequences that are split over several ranks are not rehearsed yet.")
+        if self._sharded.mesh.has_experts:
+            raise ConfigError("Activations of experts that lie on several ranks are not rehearsed yet.")
         return rehearsed(self._sharded, batch, loss)
 
     def timeline(self, path: str | Path) -> AbstractContextManager[None]:

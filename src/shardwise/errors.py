@@ -74,6 +74,10 @@ class CheckpointError(ShardwiseError):
     """A checkpoint that is missing, incomplete, damaged, or of another model."""
 
 
+class TierError(ShardwiseError, RuntimeError):
+    """Host memory or a disk that cannot hold what was to lie there, or did not give it back."""
+
+
 class LaunchError(ShardwiseError, RuntimeError):
     """A job that could not be started, or whose ranks failed."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwise.config import Plan
@@ -30,6 +30,10 @@ class MemoryReport:
     promised: dict[str, int]
     measured: dict[str, int]
     replicated: dict[str, int]
+    promised_on_host: dict[str, int] = field(default_factory=dict)
+    """Bytes of the rows on the host: `param`, `optim`, and `buffers` for gradients and what is copied; empty if there
+    are none."""
+    measured_on_host: dict[str, int] = field(default_factory=dict)
 
     @property
     def promised_total(self) -> int:
@@ -43,6 +47,10 @@ class MemoryReport:
     def replicated_total(self) -> int:
         return sum(self.replicated.values())
 
+    @property
+    def _on_host(self) -> dict[str, tuple[int, int]]:
+        return {kind: (promised, self.measured_on_host[kind]) for kind, promised in self.promised_on_host.items()}
+
     def __str__(self) -> str:
         """A table: a line for each kind, and one for all of them."""
         columns = (self.promised, self.measured, self.replicated)
@@ -51,6 +59,7 @@ class MemoryReport:
             ("bytes of this rank", "promised", "measured", "if replicated"),
             *((kind, *(format_bytes(column[kind]) for column in columns)) for kind in self.promised),
             ("in all", *map(format_bytes, totals)),
+            *((f"{kind} on the host", *map(format_bytes, both), "") for kind, both in self._on_host.items()),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -64,7 +73,10 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     specs = tuple(unit.spec for unit in sharded.sharding.units)
     ddp = table_for(Plan(preset="ddp", precision=sharded.plan.precision), sharded.mesh)
     replicas = tuple(_with_table(spec, ddp.on(sharded.mesh)) for spec in specs)
-    return MemoryReport(_footprint(sharded, specs).by_kind, _measured(sharded), _footprint(sharded, replicas).by_kind)
+    promised, replicated = _footprint(sharded, specs), _footprint(sharded, replicas)
+    on_host = promised.host.by_kind if promised.host is not None else {}
+    measured_on_host = _measured_on_host(sharded) if on_host else {}
+    return MemoryReport(promised.by_kind, _measured(sharded), replicated.by_kind, on_host, measured_on_host)
 
 
 def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footprint:
@@ -118,6 +130,12 @@ def _measured(sharded: ShardedModel) -> dict[str, int]:
     }
 
 
+def _measured_on_host(sharded: ShardedModel) -> dict[str, int]:
+    held = sharded.sharding.meter.on("host").now
+    states = sharded.optimizer.state_bytes("host") if sharded.optimizer is not None else 0
+    return {"param": held["param"], "optim": held["optim"] + states, "buffers": held["buffers"]}
+
+
 def describe(sharded: ShardedModel) -> str:
     """The table, the units, and the bytes of this rank."""
     plan, world, table, units = sharded.plan, sharded.world, sharded.table, sharded.sharding.units
@@ -131,9 +149,17 @@ def describe(sharded: ShardedModel) -> str:
         *(f"  {unit.name:24} {_said_unit(unit.spec)}" for unit in units),
         "bytes of this rank, as promised",
         *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
+        *(f"  {kind:8} {format_bytes(num_bytes)} on the host" for kind, num_bytes in memory.promised_on_host.items()),
+        *_said_experts(sharded),
         *_said_stages(sharded),
     )
     return "\n".join(lines)
+
+
+def _said_experts(sharded: ShardedModel) -> list[str]:
+    """Which rank along `ep` has which experts."""
+    experts = sharded.sharding.experts
+    return [] if experts is None else ["experts", *(f"  {line}" for line in str(experts).splitlines())]
 
 
 def _said_stages(sharded: ShardedModel) -> list[str]:
@@ -160,7 +186,8 @@ def _said_transports(sharded: ShardedModel) -> list[str]:
 def _said_unit(unit: UnitSpec) -> str:
     frozen = sum(flat.numel for flat in unit.flats if not flat.trainable)
     numel = sum(flat.numel for flat in unit.flats)
-    return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "")
+    updated = ", updated on the host" if any(flat.updates_below for flat in unit.flats) else ""
+    return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "") + updated
 
 
 @contextmanager

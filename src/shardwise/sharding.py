@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from shardwise.comm import DataGroup, SharedBuffers, World
+from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.errors import ConfigError, ModelError
+from shardwise.experts import AXIS as EXPERTS
+from shardwise.experts import ExpertSplit, RankTotal, expert_split, refuse_losses, share_totals
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, vet
@@ -20,14 +22,14 @@ from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_siz
 from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.sequence import check_model as check_sequence
-from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
+from shardwise.storage import HostMemory, LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
 from shardwise.telemetry import ByteMeter
-from shardwise.tensor import AXIS, Generators, Line, Regions, SameBatch, Split, Verifier, draws, split_for
+from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, Verifier, draws, split_for
 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
 Boxes = Mapping[nn.Parameter, Box]
-_NOT_BESIDE_STAGES = MODEL_AXES.keys() - {STAGES, AXIS}
+_NOT_BESIDE_STAGES = MODEL_AXES.keys() - {STAGES, AXIS, EXPERTS}
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Sharding:
     """This rank's parts of parameters, where there is an axis that cuts or copies them."""
     staged: StagedModel | None = None
     """The stages of a pipeline that this rank has, if there is one."""
+    experts: ExpertSplit | None = None
+    """Which rank along `ep` has which experts, if there are such ranks."""
 
     @property
     def device(self) -> torch.device:
@@ -66,6 +70,7 @@ class Design:
     boxes: Boxes = field(repr=False)
     split: Split | None = field(repr=False, default=None)
     """How the model itself is to be cut."""
+    experts: ExpertSplit | None = field(repr=False, default=None)
     stages: StageLayout | None = None
 
     def of_stages(self, staged: StagedModel) -> Design:
@@ -97,43 +102,72 @@ class Design:
         ]
         units = [unit for unit in every if unit.flats]
         flats = [flat for unit in units for flat in unit.flats]
+        host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
+        for flat in flats:
+            flat.keep_below(host)
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
-        return Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
+        laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
+        return replace(laid, experts=self.experts)
 
 
-def boxes_for(model: nn.Module, mesh: Mesh, rank: int, split: Split | None) -> Boxes:
+def boxes_for(
+    model: nn.Module, mesh: Mesh, rank: int, split: Split | None, experts: ExpertSplit | None = None
+) -> Boxes:
     """The parts that `rank` has of the parameters of `model`; none where no axis cuts or copies any."""
     axes = mesh.same_params_axes
-    if not axes:
-        return {}
     copies = mesh.among(rank, axes)
+    place = copies.index(rank)
+    own_experts = experts.boxes(len(copies), place) if experts is not None else {}
+    if not axes:
+        return own_experts
     cut = split.boxes if split is not None else {}
-    return {
-        param: cut.get(param) or Box.whole(param.shape, len(copies), copies.index(rank)) for param in model.parameters()
-    }
+    for param in own_experts:
+        if param in cut:
+            name = next(name for name, one in model.named_parameters() if one is param)
+            raise ModelError(
+                f"tensor.plan cuts {name}, of which the ranks along {EXPERTS} have whole experts. Leave it out of "
+                f"tensor.plan, or {EXPERTS} out of the mesh."
+            )
+    whole = {param: Box.whole(param.shape, len(copies), place) for param in model.parameters()}
+    return {**whole, **cut, **own_experts}
 
 
-def design(model: nn.Module, plan: Plan, world: World, known: Boxes | None = None) -> Design:
+def rows_for(
+    model: nn.Module, plan: Plan, mesh: Mesh, experts: ExpertSplit | None
+) -> dict[nn.Parameter, LabelledTable]:
+    """The row of every parameter: those of experts are shared along all axes but `ep`."""
+    rows = tables_for(model, plan, mesh)
+    for param in experts.params if experts is not None else ():
+        row = rows[param]
+        label = f"{row.label}-{EXPERTS}" if row.label else EXPERTS
+        rows[param] = LabelledTable(label, row.table.without(EXPERTS))
+    return rows
+
+
+def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:
     """Raises `ConfigError` or `ModelError` for a plan that cannot be meant for this model on the ranks of `world`.
 
-    `known` are the boxes of a model that is cut already.
+    `known` is how the model, if it is cut already, lies now.
     """
     mesh = mesh_for(plan, world.size, world.local_size)
-    rows = tables_for(model, plan, mesh)
+    experts = expert_split(model, plan, mesh, world.rank) if known is None else known.experts
+    rows = rows_for(model, plan, mesh, experts)
     tables = [row.table.on(mesh) for row in rows.values()]
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
         check_sequence(model, plan)
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
-    split = split_of(model, plan, mesh, world.rank) if known is None else None
-    boxes = boxes_for(model, mesh, world.rank, split) if known is None else known
+    split = split_of(model, plan, mesh, world.rank, experts) if known is None else None
+    boxes = boxes_for(model, mesh, world.rank, split, experts) if known is None else known.boxes
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
     others = " and ".join(axis for axis in mesh.axes if axis in _NOT_BESIDE_STAGES and mesh.size(axis) > 1)
     if stages is not None and others:
         raise ConfigError(
             f"The mesh {mesh} splits the model along {STAGES} and {others}, but in this version stages go with data "
-            f"axes and {AXIS} alone. Leave out either."
+            f"axes, {EXPERTS} and {AXIS} alone. Leave out either."
         )
-    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split, stages)
+    if stages is not None:
+        refuse_losses(model)
+    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split, experts, stages)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
@@ -166,6 +200,7 @@ def lay(
     values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
     require_elementwise(model, designed, updates)
+    require_units(model, designed, updates)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     staged = None
     if designed.stages is not None:
@@ -177,6 +212,7 @@ def lay(
         updates = {param: update for param, update in updates.items() if param in staged.params}
     sharding = replace(designed.carry_out(world, values.device, updates), staged=staged)
     values.settle(sharding.units)
+    carry_out_experts(model, designed, world, values.device)
     if designed.split is not None:
         carry_out_split(model, designed.split, mesh, world, values.device)
         if verifier is not None:
@@ -184,13 +220,14 @@ def lay(
     return sharding
 
 
-def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> Split | None:
+def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int, experts: ExpertSplit | None = None) -> Split | None:
     """How tensor parallelism cuts `model` for `rank`; `None` if the mesh has no such axis, or one rank along it."""
     if AXIS not in mesh.model_axes:
         return None
     if plan.compile is not None:
         raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
-    return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS))
+    apart = [found.path for found in experts.modules] if experts is not None else []
+    return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS), apart)
 
 
 def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, device: torch.device) -> None:
@@ -200,7 +237,17 @@ def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, de
     regions = Regions(line, agree_on_generators(model, mesh, world))
     split.carry_out(line, regions)
     model.register_forward_pre_hook(lambda *_: regions.forget())
-    model.register_forward_pre_hook(SameBatch(line), with_kwargs=True)
+    model.register_forward_pre_hook(FirstBatch(line), with_kwargs=True)
+
+
+def carry_out_experts(model: nn.Module, designed: Design, world: World, device: torch.device) -> None:
+    """Lead tokens to the ranks that have their experts, and let routers balance over the tokens of all ranks."""
+    mesh, collectives = designed.mesh, world.collectives(device)
+    if designed.experts is not None:
+        designed.experts.carry_out(Line(collectives, world.group(mesh, EXPERTS)))
+    if designed.plan.compile is None:
+        axes = [axis for axis in mesh.replica_axes if mesh.size(axis) > 1]
+        share_totals(model, RankTotal(collectives, [world.group(mesh, axis) for axis in axes]))
 
 
 def agree_on_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:
@@ -218,9 +265,23 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
     for name, param in model.named_parameters():
         box = designed.boxes.get(param)
         if box is not None and box.is_cut and param in updates and updates[param].matrix:
+            axis = EXPERTS if designed.experts is not None and param in designed.experts.params else AXIS
             raise ModelError(
-                f"The optimizer works on whole matrices, and {name} is cut along {AXIS}: this rank has {box} of it. "
+                f"The optimizer works on whole matrices, and {name} is cut along {axis}: this rank has {box} of it. "
                 f"Put what is cut into a group that is updated element by element (Muon: use_muon=False)."
+            )
+
+
+def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
+    """Raise `ModelError` for an optimizer that looks at several units together where they are updated one by one."""
+    for name, param in model.named_parameters():
+        row = designed.rows.get(param)
+        is_below = row is not None and row.table.step != "device"
+        if is_below and param in updates and (updates[param].matrix or updates[param].needs_norm):
+            what = "the whole matrix" if updates[param].matrix else "norms of whole parameters"
+            raise ModelError(
+                f"The optimizer needs {what} of {name}, whose states the plan has on the host, where each unit is "
+                f"updated by itself. Take an elementwise optimizer such as AdamW, or leave rows.optim.tier out for it."
             )
 
 

@@ -32,7 +32,7 @@ from shardwise.mesh import Mesh
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
 from shardwise.sharded_model import ShardedModel, scaler_for
-from shardwise.sharding import agree_on_generators, check_batch_norms, design, settings_of
+from shardwise.sharding import agree_on_generators, check_batch_norms, design, require_units, settings_of
 
 
 class State:
@@ -143,11 +143,11 @@ def _require_same_split(sharded: ShardedModel, plan: Plan) -> None:
 
     def places(mesh: Mesh) -> list[dict[str, int]]:
         every = map(mesh.coordinate, range(mesh.world_size))
-        return [{axis: place[axis] for axis in mesh.model_axes} for place in every]
+        return [{axis: place[axis] for axis in mesh.parted_axes} for place in every]
 
     if places(before) != places(after) or (before.model_axes and plan.tensor != sharded.plan.tensor):
         raise ConfigError(
-            f"reshard() keeps how a model is split along {', '.join(before.model_axes) or 'model axes'}: the mesh is "
+            f"reshard() keeps how a model is split along {', '.join(before.parted_axes) or 'model axes'}: the mesh is "
             f"{before}, and the new plan's is {after}. Save a checkpoint, and resume it with the new plan."
         )
 
@@ -164,8 +164,9 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     model, world, progress = sharded.model, sharded.world, sharded.progress
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
-    designed = design(model, plan, world, known=sharded.sharding.boxes)
+    designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
+    require_units(model, designed, sharded.sharding.updates)
     if sharded.gradients.exist():
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
     optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()

@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+
+# peft asks transformers by a name that will go.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 Tensor = torch.Tensor
 NUM_STEPS = 3
@@ -32,6 +42,8 @@ NO_DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout_rate", "attent
 NO_DROPOUT += ("hidden_dropout_prob", "attention_probs_dropout_prob")
 THREE_GROUPS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 T5 = {"d_kv": 16, "d_ff": 128, "d_model": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+BLOOM = {"n_layer": 2, "n_head": 4, "hidden_size": 64}
+FALCON = {"alibi": False, "bias": True}
 SEQUENCE, LOGITS = {"sequence": True}, {"cut_logits": True}
 MODELS: dict[str, tuple[Any, ...]] = {
     "llama": ("llama", {}, 2),
@@ -58,6 +70,13 @@ MODELS: dict[str, tuple[Any, ...]] = {
         SEQUENCE,
     ),
     "bert, sequences": ("bert", {"max_position_embeddings": 64}, 2, SEQUENCE),
+    "bloom": ("bloom", BLOOM, 2),
+    "bloom, uneven": ("bloom", {**BLOOM, "hidden_size": 48, "n_head": 3}, 2),
+    "bloom, logits in parts": ("bloom", BLOOM, 2, LOGITS),
+    "falcon, two groups of heads": ("falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+    "falcon, a key head for each query": ("falcon", FALCON | {"multi_query": False}, 2),
+    "falcon, sequences": ("falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, 2, SEQUENCE),
+    "vit": ("vit", {"image_size": 16, "patch_size": 4, "num_labels": 5}, 2),
     "t5": ("t5", {**T5, "tie_word_embeddings": True}, 2),
 }
 
@@ -67,7 +86,11 @@ def built(kind: str, sizes: dict[str, Any]) -> nn.Module:
     for name in NO_DROPOUT:
         if hasattr(config, name):
             setattr(config, name, 0.0)
-    auto = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}.get(kind, AutoModelForCausalLM)
+    auto = {
+        "bert": AutoModelForMaskedLM,
+        "t5": AutoModelForSeq2SeqLM,
+        "vit": AutoModelForImageClassification,
+    }.get(kind, AutoModelForCausalLM)
     torch.manual_seed(0)
     model: nn.Module = auto.from_config(config)
     for param in model.parameters():
@@ -80,7 +103,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
 
 
-def batch() -> dict[str, Tensor]:
+def batch(kind: str) -> dict[str, Tensor]:
+    if kind == "vit":
+        pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+        return {"pixel_values": pixels, "labels": torch.tensor([1, 3])}
     tokens = torch.randint(3, 127, (2, 16), generator=torch.Generator().manual_seed(1))
     return {"input_ids": tokens, "labels": tokens}
 
@@ -95,7 +121,7 @@ def test_a_model_cut_as_its_plan_says_trains_as_itself(name: str) -> None:
     grads: dict[str, Tensor] = {}
     for _ in range(NUM_STEPS):
         optimizer.zero_grad()
-        loss = twin(**batch()).loss
+        loss = twin(**batch(kind)).loss
         loss.backward()
         grads = {key: param.grad.clone() for key, param in twin.named_parameters() if param.grad is not None}
         norm = nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
@@ -109,7 +135,7 @@ def test_a_model_cut_as_its_plan_says_trains_as_itself(name: str) -> None:
         with sw.shard(model, plan, optimizer=optimizer_of(model), world=world) as engine:
             assert sum(param.numel() for param in model.parameters()) < sum(one.numel() for one in twin.parameters())
             for _ in range(NUM_STEPS):
-                loss = engine(**batch()).loss
+                loss = engine(**batch(kind)).loss
                 engine.backward(loss)
                 every = {key: engine.get(key, "grad") for key, _ in model.named_parameters()}
                 found = {key: grad for key, grad in every.items() if grad is not None}
@@ -148,6 +174,69 @@ def test_it_generates_and_is_saved_as_the_unsplit_model(kind: str, tmp_path: Pat
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for name, value in back.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
+
+
+def adapted() -> nn.Module:
+    config = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "o_proj", "down_proj", "gate_proj"])
+    torch.manual_seed(0)
+    model: nn.Module = get_peft_model(built("llama", {}), config)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # not zero, so that what is before it has gradients at once
+            nn.init.normal_(param, 0.0, 0.02)
+    return model
+
+
+def trained_adapters(models: list[nn.Module], preset: str, tp: int) -> list[tuple[list[float], dict[str, Tensor]]]:
+    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
+        model, said = models[world.rank], []
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=1e-2, eps=1e-4)
+        plan = {"preset": preset, "mesh": {"dp": 1, "tp": tp}, "clip_grad_norm": 1.0}
+        with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+            for _ in range(NUM_STEPS):
+                loss = engine(**batch("llama")).loss
+                engine.backward(loss)
+                said += [loss.item(), float(engine.step() or 0.0)]
+            return said, {name: engine.get(name) for name, _ in model.named_parameters() if "lora" in name}
+
+    return run_ranks(tp, rank)
+
+
+@pytest.mark.parametrize(("preset", "tp"), [("zero1", 2), ("zero3", 2), ("zero1", 4)])
+def test_adapters_of_peft_are_cut_with_what_they_adapt(preset: str, tp: int) -> None:
+    """Four ranks share two heads of keys, and so two of them share a half of the matrix behind an adapter."""
+    twin = adapted()
+    models = [copy.deepcopy(twin) for _ in range(tp)]
+    trainable = {name: param for name, param in twin.named_parameters() if param.requires_grad}
+    optimizer = torch.optim.AdamW(list(trainable.values()), lr=1e-2, eps=1e-4)
+    expected = []
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = twin(**batch("llama")).loss
+        loss.backward()
+        expected += [loss.item(), float(nn.utils.clip_grad_norm_(list(trainable.values()), 1.0))]
+        optimizer.step()
+    for said, found in trained_adapters(models, preset, tp):
+        assert said == pytest.approx(expected, rel=1e-5)
+        assert found.keys() == trainable.keys()
+        for name, param in trainable.items():
+            assert torch.allclose(found[name], param, rtol=1e-4, atol=1e-5), name
+
+
+def test_adapters_that_look_at_whole_weights_are_refused() -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    models = [get_peft_model(built("llama", {}), config) for _ in range(2)]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
+    with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj has a variant of LoRA .* whole weights"):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
+
+
+@pytest.mark.parametrize("sizes", [{"alibi": True}, {"alibi": False, "multi_query": True}])
+def test_a_falcon_that_cannot_be_cut_is_refused(sizes: dict[str, Any]) -> None:
+    models = [built("falcon", sizes) for _ in range(2)]
+    plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
+    with pytest.raises(ModelError, match=r"This Falcon has (ALiBi|one head of keys)"):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], plan, world=world))
 
 
 def test_experts_are_refused_by_name() -> None:

@@ -29,7 +29,7 @@ def brought_in(first: str, then: str) -> list[str]:
 
 
 def test_to_shard_a_model_takes_little_beyond_torch() -> None:
-    """190 modules of our own, 50 of pydantic, take 0.15 of torch's own time; each package more would be felt by every
+    """210 modules of our own, 50 of pydantic, take 0.15 of torch's own time; each package more would be felt by every
     rank of every job."""
     found = brought_in("import torch", "shardwise.shard")
     packages = {name.partition(".")[0] for name in found if not name.startswith("_")}
@@ -44,7 +44,7 @@ def test_to_shard_a_model_takes_little_beyond_torch() -> None:
     }
     assert not packages & FOR_PEOPLE
     assert not [name for name in found if name.startswith(("shardwise.cli", "shardwise.launch", "shardwise.monitor"))]
-    assert len(found) <= 310, "see `python -X importtime`"
+    assert len(found) <= 340, "see `python -X importtime`"
 
 
 @pytest.mark.parametrize("then", ["", "import shardwise.launch.worker, shardwise.launch"])

@@ -32,7 +32,7 @@ def main() -> None:
                 engine.step()
                 if engine.num_steps == 2 and sys.argv[2:]:
                     if world.rank == 1:
-                        write._write_all = die
+                        write.write_at = die
                     engine.save(sys.argv[1], wait=False)
                     if world.rank == 0 and sys.argv[2] == "die-awaited":
                         with StopRequest():
@@ -41,7 +41,7 @@ def main() -> None:
                 engine.save(sys.argv[1], wait=False)
 
 
-def die(handle: int, window: memoryview) -> None:
+def die(handle: int, window: memoryview, offset: int) -> None:
     os.write(handle, window[:4096])
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -25,6 +25,21 @@ class Block(nn.Module):
         return x + self.outer(self.down(self.inner(self.up(x).abs() + 1)) + 5)
 
 
+class Adapted(nn.Module):
+    """As peft wraps a linear module."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(0.5)})
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, base.out_features, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.base_layer(x)
+        return made + self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
+
+
 class Model(nn.Module):
     def __init__(self, *, recomputes: bool, drops_last: bool) -> None:
         super().__init__()
@@ -41,6 +56,10 @@ def main(folder: Path, kind: str) -> None:
     with sw.World.join() as world:
         torch.manual_seed(world.rank)  # on purpose not the same
         model = Model(recomputes="recomputed" in kind, drops_last="early" not in kind)
+        if "adapted" in kind:
+            for block in model.blocks:
+                block.up, block.down = Adapted(block.up), Adapted(block.down)
+                block.inner = nn.Identity()  # so that what the adapters drop is seen
         tensor = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}, "sequence": "sequence" in kind}
         plan = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": tensor}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -82,7 +82,7 @@ def _read(flat: _Flat, buffer: str) -> str:
 def _do(flat: _Flat, action: Action, *, late: bool) -> None:
     what = f"{action.verb} over {action.over}"
     match action.verb, action.subject:
-        case "gather", source:
+        case (("gather" | "fetch"), source):
             began = flat.buffers.get("full")
             of = source if began is None else "full"
             flat.buffers.setdefault("full", GARBAGE)
@@ -96,7 +96,7 @@ def _do(flat: _Flat, action: Action, *, late: bool) -> None:
                 raise Wrong("freed what is not there")
         case "slice", _:
             flat.buffers["held"] = f"({flat.buffers.get('held') or _read(flat, 'full')} {what})"
-        case (("reduce_scatter" | "all_reduce" | "cast"), "grad"):
+        case (("reduce_scatter" | "all_reduce" | "cast" | "evict"), "grad"):
             began = flat.buffers.get("sum")
             of = "fresh" if began is None else "sum"
             flat.buffers.setdefault("sum", GARBAGE)

@@ -28,11 +28,11 @@ from benchmarks.draw import draw_races
 from benchmarks.echo import EchoTransport
 from benchmarks.figures import read_figures, write_figures
 from benchmarks.fresh import RunError, run_ranks
-from benchmarks.host import summary_of as host_summary
-from benchmarks.host_rank import Block, measure
 from benchmarks.machine import allocator_settings, header, processor
 from benchmarks.model import batch_of, build_model
 from benchmarks.neighbours import Neighbours, Patience, busy_seconds, own_seconds
+from benchmarks.overhead import summary_of as host_summary
+from benchmarks.overhead_rank import Block, measure
 from benchmarks.peers import Settings, race, runs_of
 from benchmarks.results_file import read_result, write_result
 from benchmarks.show import show_loss_verdict, show_race

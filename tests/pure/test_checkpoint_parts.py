@@ -20,12 +20,13 @@ from safetensors import safe_open
 from shardwise.checkpoint import Content, Entry, Keep, checkpoints_in, newest
 from shardwise.checkpoint.codec import decode, encode
 from shardwise.checkpoint.folder import tidy
-from shardwise.checkpoint.image import PAGE, WINDOW, Sums, image_of
-from shardwise.checkpoint.lock import LOCK, FolderLock, Holder
+from shardwise.checkpoint.image import WINDOW, Sums, image_of
+from shardwise.checkpoint.lock import LOCK, FolderLock
 from shardwise.checkpoint.write import Copying, Snapshot, live, staged
 from shardwise.devices import RankDevice
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.placement import Span
+from shardwise.tiers import PAGE, Holder
 
 # --- what stays ------------------------------------------------------------------------------------------
 

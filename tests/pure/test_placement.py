@@ -333,6 +333,23 @@ def program_of(table: Table) -> dict[str, str]:
                 "after step, params": "cast(bf16)",
             },
         ),
+        (
+            "offload",
+            {
+                "after backward": "reduce_scatter(dp) evict(host)",
+                "after step, params": "cast(bf16) fetch(host) gather(dp)",
+            },
+        ),
+        (
+            "zero3-offload",
+            {
+                "before forward": "gather(dp)",
+                "after forward": "slice(dp)",
+                "before backward": "gather(dp)",
+                "after backward": "reduce_scatter(dp) evict(host)",
+                "after step, params": "cast(bf16) fetch(host)",
+            },
+        ),
     ],
 )
 def test_presets_move_what_the_papers_say(name: str, expected: dict[str, str]) -> None:
@@ -341,7 +358,8 @@ def test_presets_move_what_the_papers_say(name: str, expected: dict[str, str]) -
 
 
 def test_every_preset_is_expected_above() -> None:
-    assert set(PRESETS) == {"ddp", "zero1", "zero2", "zero3", "zero3-kept", "hsdp", "hpz"}
+    on_device = {"ddp", "zero1", "zero2", "zero3", "zero3-kept", "hsdp", "hpz"}
+    assert set(PRESETS) == on_device | {"offload", "zero3-offload"}
     assert all(one.known_from for one in PRESETS.values())
 
 
@@ -467,12 +485,17 @@ def test_a_preset_of_two_axes_takes_the_ranks_of_a_host_for_its_inner_one() -> N
         mesh_for(Plan(preset="hpz"), 8, 0)
 
 
-@pytest.mark.parametrize("axis", ["ep"])
-def test_axes_of_another_parallelism_are_refused(axis: str) -> None:
-    for size in (4, -1):
-        with pytest.raises(ConfigError, match=rf"has the axis '{axis}', which means \w+ parallelism"):
-            mesh_for(Plan(mesh={"dp": 2, axis: size}), 8)
-    assert str(mesh_for(Plan(mesh={"dp": 8, axis: 1}), 8)) == f"dp=8 x {axis}=1"
+def test_a_plan_shards_over_the_expert_axis_too_but_not_experts() -> None:
+    mesh = mesh_for(Plan(mesh={"dp": 2, "ep": -1}), 8)
+    assert (mesh.data_axes, mesh.replica_axes, mesh.num_replicas) == (("dp", "ep"), ("dp", "ep"), 8)
+    assert (mesh.model_axes, mesh.params_axes, mesh.parted_axes) == ((), ("dp", "ep"), ("ep",))
+    assert [mesh.data_place(rank) for rank in range(8)] == [(rank, 8) for rank in range(8)]
+    for name in ("zero1", "zero3"):
+        table = table_for(Plan(preset=name), mesh)
+        assert table.axes == table.optim.shard == ("dp", "ep")
+        own = table.without("ep")
+        assert own == table_for(Plan(preset=name), Mesh(("dp",), (2,)))
+    assert not mesh_for(Plan(mesh={"dp": 8, "ep": 1}), 8).has_experts
 
 
 def test_a_plan_shards_over_the_sequence_axis_too() -> None:
@@ -532,7 +555,12 @@ def test_edited_axes_may_come_in_any_order() -> None:
         ("ddp", "rows.param.shard=[dp]", "Shard optim over it too"),
         ("zero3", "rows.grad.partial=[dp]", "grad is both sharded and partial over dp"),
         ("zero2", "rows.optim.dtype=bf16", "narrower than param"),
-        ("zero2", "rows.optim.tier=host", "Row 'optim' is placed on tier 'host', but this version keeps"),
+        ("zero2", "rows.optim.tier=disk", "Row 'optim' is placed on tier 'disk', but this version keeps rows on"),
+        ("zero3", "rows.param.tier=host", "Row 'param' is on the host and 'optim' on the device, but the update is"),
+        ("zero2", "rows.grad.tier=host", "Row 'grad' is on the host and 'optim' on the device"),
+        ("zero1", "rows.grad.tier=host", r"Row 'grad' waits on the host as summands over dp, and sums are taken on"),
+        ("zero3", "rows.held.tier=host", "Row 'held' is on the host, where only what rests there can be held"),
+        ("offload", "rows.grad.dtype=bf16", "Row 'grad' waits on the host as shard.dp. in bf16, but the update needs"),
     ],
 )
 def test_an_edit_that_cannot_be_meant_is_refused(preset_name: str, override: str, message: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from shardwise.config.schema import ScheduleName
 from shardwise.errors import ConfigError, ProgramError
 from shardwise.program.in_flight import held_beside
 from shardwise.program.schedule import (
@@ -116,6 +119,10 @@ def test_wrong_schedules_are_refused(rows: str, words: str) -> None:
 def test_sizes_that_a_schedule_cannot_have_are_refused(name: str, sizes: tuple[int, int, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         schedule_for(name, *sizes)
+
+
+def test_a_plan_may_name_every_schedule() -> None:
+    assert set(get_args(ScheduleName)) == set(SCHEDULES)
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])

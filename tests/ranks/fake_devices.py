@@ -50,8 +50,8 @@ class Devices:
         self.num_works: Counter[str] = Counter()
         self.num_waited: Counter[str] = Counter()
         self.aborted: list[int] = []
-        self.accelerator = FakeAccelerator()
         self._seed = seed
+        self.accelerator = FakeAccelerator(devices=self)
         self._given: dict[object, dict[int, list[Tensor]]] = {}
         self._changed = threading.Condition()
 
@@ -89,7 +89,9 @@ class Devices:
             self.join(world)
             return work(world)
 
-        return run_ranks(num_ranks, rank, shares_memory=False, **more)
+        results = run_ranks(num_ranks, rank, shares_memory=False, **more)
+        self.accelerator.check_sources()
+        return results
 
     def join(self, world: sw.World, groups: Callable[[Devices, int, int], FakeGroups] | None = None) -> None:
         world.rank_device = RankDevice(torch.device("cpu"), self.accelerator, world.rank)
@@ -294,12 +296,15 @@ class FakeStream:
     def __init__(self, accelerator: FakeAccelerator, index: int) -> None:
         self.accelerator = accelerator
         self.index = index
+        self.copies: list[FakeCopy] = []
 
     def wait_stream(self, other: FakeStream) -> None:
         self.accelerator.note("wait_stream", self, other)
 
     def wait_event(self, event: FakeEvent) -> None:
         self.accelerator.note("wait_event", self, event)
+        for one in event.copies:
+            one.order()
 
     def synchronize(self) -> None:
         self.accelerator.note("synchronize", self)
@@ -312,11 +317,15 @@ class FakeEvent:
         self.accelerator = accelerator
         self.index = index
         self.stream: FakeStream | None = None
+        self.copies: list[FakeCopy] = []
         self.has_come = True
 
     def record(self, stream: FakeStream | None = None) -> None:
         self.accelerator.note("record", self, stream)
         self.stream = stream
+        if stream is not None:
+            stream.copies = [one for one in stream.copies if not one.is_landed]
+            self.copies = list(stream.copies)  # copies of one stream are done one after the other
 
     def query(self) -> bool:
         self.accelerator.note("query", self)
@@ -324,6 +333,51 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self.accelerator.note("synchronize", self)
+        for one in self.copies:
+            one.land()
+
+
+class FakeCopy:
+    """A copy between pinned memory and the device. Once computation is ordered after it, what is on the device may be
+    used; what is on the host only once the host has waited."""
+
+    def __init__(self, accelerator: FakeAccelerator, out: Tensor, source: Tensor, *, at_once: bool) -> None:
+        self.accelerator = accelerator
+        self.is_evict = accelerator.is_pinned(out)
+        assert self.is_evict != accelerator.is_pinned(source), "one end of a copy is pinned, the other on the device"
+        self.out, self.source, self.kept = out, source, source.detach().clone()
+        self.is_ordered = self.is_landed = self.is_done = False
+        if out.is_floating_point():
+            out.fill_(torch.nan)
+        if at_once:
+            self._fill()
+
+    def order(self) -> None:
+        """The device goes on after it."""
+        if not self.is_ordered:
+            self.is_ordered = True
+            self.accelerator.count_waited()
+            self.check_source()
+            if not self.is_evict:
+                self._fill()
+
+    def land(self) -> None:
+        """The host goes on after it."""
+        if not self.is_landed:
+            if not self.is_evict or not self.is_ordered:
+                self.check_source()
+            self.is_landed = True
+            self._fill()
+
+    def check_source(self) -> None:
+        if not self.source.untyped_storage().nbytes() or not torch.equal(_bits(self.source), _bits(self.kept)):
+            raise Race("what is copied was changed or freed on its way")
+
+    def _fill(self) -> None:
+        if not self.is_done:
+            self.is_done = True
+            with torch.no_grad():
+                self.out.copy_(self.kept)
 
 
 @dataclass
@@ -340,8 +394,11 @@ class FakeAccelerator:
 
     kind = "cuda"
 
-    def __init__(self, num_devices: int = 8) -> None:
+    def __init__(self, num_devices: int = 8, devices: Devices | None = None) -> None:
         self.num_devices = num_devices
+        self._devices = devices
+        self._pinned: list[Tensor] = []
+        self._fetches: list[FakeCopy] = []
         self.noted: list[Noted] = []
         self.generators = {index: torch.tensor([index], dtype=torch.uint8) for index in range(num_devices)}
         self.identities: dict[int, str] = {}
@@ -382,6 +439,35 @@ class FakeAccelerator:
         finally:
             self.note("off", stream)
             self._here.stream = before
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self._pinned.append(memory)
+        return memory
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        return any(address == memory.data_ptr() for memory in self._pinned)
+
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        devices = self._devices
+        at_once = devices is None or devices.acts_at_issue(self.current_index(), len(self._fetches))
+        one = FakeCopy(self, out, source, at_once=at_once)
+        self.current_stream().copies.append(one)
+        if not one.is_evict:
+            self._fetches.append(one)
+        if devices is not None:
+            devices.count(devices.num_works, "copy")
+
+    def count_waited(self) -> None:
+        if self._devices is not None:
+            self._devices.count(self._devices.num_waited, "copy")
+
+    def check_sources(self) -> None:
+        """What the host has never waited for may be read at any time, up to the end."""
+        for one in self._fetches:
+            if not one.is_landed:
+                one.check_source()
 
     def keep_for(self, tensor: Tensor, reader: FakeStream) -> Tensor:
         self.note("keep_for", tensor, reader)

@@ -60,6 +60,6 @@ OPEN: dict[str, str] = {}
 
 def sentence_of(name: str, preset: str) -> str:
     """The words by which an action is refused there; empty where it is equal."""
-    if name in REFUSED_WHERE_SHARDED and preset == "zero3":
+    if name in REFUSED_WHERE_SHARDED and preset.startswith("zero3"):
         return REFUSED_WHERE_SHARDED[name]
     return REFUSED.get(name, "")

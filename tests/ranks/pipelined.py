@@ -21,12 +21,12 @@ VOCAB, WIDTH, LENGTH = 67, 32, 6
 class Decoder(nn.Module):
     """Embedding, blocks, norm, head; positions are worked out in the model's own forward, from the input."""
 
-    def __init__(self, *, tied: bool = False, num_blocks: int = 4) -> None:
+    def __init__(self, *, tied: bool = False, num_blocks: int = 4, width: int = WIDTH) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.tokens = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
         for param in self.parameters():
@@ -39,7 +39,10 @@ class Decoder(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(self.norm(hidden))
-        return logits if y is None else F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+        if y is None:
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide.flatten(0, 1), y.flatten())
 
 
 def batches(num_steps: int, rows: int, *, lengths: Sequence[int] = (LENGTH,)) -> list[tuple[Tensor, Tensor]]:

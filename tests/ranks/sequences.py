@@ -114,6 +114,7 @@ def split_run(
     shares_memory: bool = True,
     make_optimizer: MakeOptimizer = adamw,
     run: Callable[..., list[Any]] = run_ranks,
+    read_grads: Callable[[sw.Engine, nn.Module], dict[str, Tensor]] | None = None,
     **plan: Any,
 ) -> Run:
     """The same with every sample split over `sp`, and rows dealt out over the other axes."""
@@ -133,7 +134,7 @@ def split_run(
                     engine.backward(loss)
                     losses.append(loss.item())
                 result.losses.append(engine.mean(sum(losses) / len(losses)))
-                result.grads.append(grads_of(replica))
+                result.grads.append(grads_of(replica) if read_grads is None else read_grads(engine, replica))
                 result.norms.append(float(engine.step()))
             result.params = {name: value.clone() for name, value in engine.state_dict().items()}
         return result

@@ -1,6 +1,6 @@
 """On a mesh with a model axis, what concerns all who hold the same part of the model is theirs alone.
 
-Plans with such a mesh are refused so far, so the mesh is put in by hand. Two models that have nothing in common train
+No plan has such a mesh, so it is put in by hand. Two models that have nothing in common train
 side by side, one at either place of the model axis, and each as if it were alone.
 """
 
@@ -18,16 +18,21 @@ from shardwise import sharding
 from shardwise.checkpoint.content import kept_span, written_span
 from shardwise.comm import DataGroup
 from shardwise.errors import ModelError
-from shardwise.mesh import Mesh
+from shardwise.mesh import MODEL_AXES, Mesh
 from shardwise.placement import PRESETS, Slot
 from shardwise.state import content
 from shardwise.storage import choose_units, tables_for
 from shardwise.storage.unit import unit_spec
 from shardwise.testing import run_ranks
 
-MESH = Mesh(("dp", "ep"), (2, 2))
+MESH = Mesh(("dp", "parts"), (2, 2))
 ONE_AXIS = sorted(name for name, preset in PRESETS.items() if len(preset.axes) == 1)
 NUM_STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _parts_is_a_model_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODEL_AXES, "parts", "ranks with other parts of a model")
 
 
 def model_at(place: int) -> nn.Module:
@@ -128,7 +133,7 @@ def test_buffers_are_padded_for_the_ranks_that_share_them_and_each_element_is_wr
     assert flat.table.axes == ("dp",)
     slot = Slot("weight", (5, 5), 0)
     for place in range(2):
-        spans = [written_span(flat, slot, {"dp": dp, "ep": place}) for dp in range(2)]
-        kept = [kept_span(flat, slot, {"dp": dp, "ep": place}) for dp in range(2)]
+        spans = [written_span(flat, slot, {"dp": dp, "parts": place}) for dp in range(2)]
+        kept = [kept_span(flat, slot, {"dp": dp, "parts": place}) for dp in range(2)]
         assert sorted(index for span in spans for index in range(span.start, span.stop)) == list(range(25))
         assert spans == kept

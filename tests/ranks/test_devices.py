@@ -21,7 +21,6 @@ from twins import Batch, Transformer, adamw, batches, share_of
 
 import shardwise as sw
 from shardwise.checkpoint import rng
-from shardwise.checkpoint.write import Stage
 from shardwise.comm import joining, nccl
 from shardwise.comm.fault import Fault
 from shardwise.comm.nccl import NcclGroups
@@ -33,6 +32,7 @@ from shardwise.errors import CommError, ConfigError, FaultError, ModelError, Sta
 from shardwise.init import check_model
 from shardwise.sharding import check_device
 from shardwise.testing import run_ranks
+from shardwise.tiers import PAGE, BufferPool, Stage
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -259,6 +259,19 @@ def test_pages_are_locked_as_they_are_and_unlocked_when_they_go() -> None:
     memory = stage.sized(5 * 4096)
     gc.collect()
     assert [noted.about[0] for noted in by_thread(accelerator, "unlock_pages")] == [locked.about[0]]
+
+
+def test_a_pool_of_buffers_is_locked_once_and_each_begins_on_a_page() -> None:
+    accelerator = FakeAccelerator()
+    pool = BufferPool(3, PAGE + 1, RankDevice.of(accelerator, 1))
+    buffers = [pool.take() for _ in range(3)]
+    (locked,) = by_thread(accelerator, "lock_pages")
+    assert locked.index == 1
+    assert sorted(buffer.data_ptr() - locked.about[0] for buffer in buffers) == [0, 2 * PAGE, 4 * PAGE]
+    assert all(buffer.data_ptr() % PAGE == 0 for buffer in buffers)
+    del pool, buffers
+    gc.collect()
+    assert len(list(by_thread(accelerator, "unlock_pages"))) == 1
 
 
 def test_graphs_that_record_addresses_are_refused_where_parameters_are_gathered() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_transformers import llama
+from small_transformers import llama, mixtral
 from torch import nn
 
 import shardwise as sw
@@ -114,6 +114,19 @@ def a_split_language_model(world: sw.World | None) -> Names:
     return {"model": model, "optimizer": adamw(model), "loader": [torch.arange(8).reshape(1, 8)] * 2, "world": world}
 
 
+def a_mixture(world: sw.World | None) -> Names:
+    model = mixtral()
+    return {"model": model, "optimizer": adamw(model), "loader": [torch.arange(8).reshape(1, 8)] * 2, "world": world}
+
+
+def pairs(world: sw.World | None) -> Names:
+    return {"data": [(torch.randn(2, 3, 16), torch.randn(2, 3, 16))] * 2, "world": world}
+
+
+def an_optimizer_and_a_batch(_: sw.World | None) -> Names:
+    return {"model": Small(), "batch": BATCH}
+
+
 def a_head(_: sw.World | None) -> Names:
     head = nn.Linear(4, 11)
     return {"head": head, "logits": head(torch.ones(6, 4)), "targets": torch.arange(6)}
@@ -180,6 +193,7 @@ class Setting:
 
 FEW = {"steps=10_000": "steps=4", "run/": "here/"}
 OVER_TWO = {'"sp": 4': '"sp": 2', "=optimizer)": "=optimizer, world=world)"}
+OWN_WORLD = {"optimizer=optimizer)": "optimizer=optimizer, world=world)"}
 BLOCKS: dict[tuple[str, int], Setting] = {
     ("README.md", 0): Setting(a_model),
     ("README.md", 1): Setting(),
@@ -197,6 +211,8 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/data.md", 4): Setting(data_sets),
     ("docs/engine.md", 0): Setting(an_engine, num_ranks=2),
     ("docs/engine.md", 1): Setting(a_plain_loop, num_ranks=2, instead={'torch.load("weights.pt")': "weights"}),
+    ("docs/experts.md", 0): Setting(a_mixture, num_ranks=4, instead=OWN_WORLD),
+    ("docs/experts.md", 1): Setting(pairs, num_ranks=4, instead=OWN_WORLD),
     ("docs/faults.md", 0): Setting(),
     ("docs/launching.md", 0): Setting(a_script),
     ("docs/pipeline.md", 0): Setting(a_model_in_stages, num_ranks=4),
@@ -211,6 +227,10 @@ BLOCKS: dict[tuple[str, int], Setting] = {
         a_split_llama, 4, {'"sp": 4': '"sp": 2', "=optimizer)": "=optimizer, world=world)"}
     ),
     ("docs/sequence.md", 1): Setting(sequences, 2, OVER_TWO),
+    ("docs/tiers-machine.md", 0): Setting(),
+    ("docs/tiers-machine.md", 1): Setting(),
+    ("docs/tiers-machine.md", 2): Setting(),
+    ("docs/tiers.md", 0): Setting(an_optimizer_and_a_batch),
 }
 
 

@@ -43,7 +43,8 @@ from tests.thorough import drawn
 
 Tensor = torch.Tensor
 GRID = {"node": 2, "local": 2}
-PRESETS = [*PRESETS_2, ("hsdp", 4, GRID), ("hpz", 4, GRID)]
+ON_HOST = [("offload", 2, None), ("zero3-offload", 2, None)]
+PRESETS = [*PRESETS_2, ("hsdp", 4, GRID), ("hpz", 4, GRID), *ON_HOST]
 IDS = [name for name, *_ in PRESETS]
 NUM_MODELS = drawn(10, 200)
 Step = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
@@ -125,7 +126,7 @@ def test_accumulated_gradients(case: tuple[str, int, Any], when: When) -> None:
 
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("case", [("zero3", 2, None), ("ddp", 2, None)], ids=["zero3", "ddp"])
+@pytest.mark.parametrize("case", [("zero3", 2, None), ("ddp", 2, None), *ON_HOST], ids=lambda case: case[0])
 def test_narrow_precisions(case: tuple[str, int, Any], precision: str, when: When) -> None:
     model, data = small(), batches(3)
     run = run_on_devices(Devices(when), model, data, case, precision=precision)

@@ -44,6 +44,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "attn_pdrop": 0,
     },
     "opt": {**SIZES, "ffn_dim": 48, "max_position_embeddings": 16, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "bloom": {**SIZES, "n_layer": 4, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "falcon": {**SIZES, "num_kv_heads": 2, "new_decoder_architecture": True, "hidden_dropout": 0.0},
     "bert": {**SIZES, "is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 NUM_STEPS, MICRO_BATCHES = 3, 4
@@ -99,6 +101,8 @@ def twin_of(model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float
         ("llama", "zero3", {"pp": 2}, "zb-h1", False),
         ("opt", "zero1", {"pp": 2}, "interleaved", False),
         ("bert", "zero1", {"pp": 3}, "1f1b", False),
+        ("bloom", "zero1", {"pp": 2}, "interleaved", False),
+        ("falcon", "zero3", {"pp": 2}, "1f1b", False),
     ],
 )
 def test_a_decoder_in_stages_trains_like_the_whole(
@@ -144,6 +148,17 @@ def test_a_loss_over_the_routers_of_all_layers_is_refused() -> None:
 
     def rank(world: sw.World) -> None:
         with pytest.raises(ModelError, match=r"config has output_router_logits.* Set it to False"):
+            sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world)
+
+    run_ranks(2, rank)
+
+
+def test_an_encoder_with_a_decoder_is_refused() -> None:
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    models = [library().T5ForConditionalGeneration(library().T5Config(**sizes)) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with pytest.raises(ModelError, match=r"T5ForConditionalGeneration is an encoder and a decoder"):
             sw.shard(models[world.rank], {"mesh": {"pp": 2}, "accumulate": 2}, world=world)
 
     run_ranks(2, rank)

@@ -23,6 +23,7 @@ from tests.thorough import THOROUGH, drawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
+ON_HOST = [("offload", True), ("zero3-offload", False)]
 SECONDS = 40
 
 forked.preload("loops_warm")
@@ -64,8 +65,10 @@ def wrong(verdict: Verdict, names: tuple[str, ...], preset: str) -> str:
 
 
 def places_for(name: str) -> list[tuple[str, bool]]:
-    """Every preset, with and without common memory, in `make thorough`; else one of them, by turns."""
-    return PLACES if THOROUGH else [PLACES[NAMES.index(name) * 3 % len(PLACES)]]
+    """Every preset, with and without common memory, in `make thorough`; else one of them, by turns, or one whose
+    update is done on the host."""
+    some = [*PLACES, *ON_HOST]
+    return PLACES if THOROUGH else [some[NAMES.index(name) * 3 % len(some)]]
 
 
 def marked(name: str) -> Any:

@@ -45,13 +45,13 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        plain = write._write_all
+        plain = write.write_at
 
-        def held(handle: int, window: memoryview) -> None:
+        def held(handle: int, window: memoryview, offset: int) -> bool:
             assert self.go.wait(30)
-            plain(handle, window)
+            return plain(handle, window, offset)
 
-        monkeypatch.setattr(write, "_write_all", held)
+        monkeypatch.setattr(write, "write_at", held)
 
 
 def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_what_the_model_shows_may_change_at_once(tmp_path: Path, late: threading
 def test_a_file_that_cannot_be_opened_does_not_hold_up_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def closed(path: Path) -> int:
+    def closed(path: Path, flags: int) -> tuple[int, bool]:
         raise PermissionError(13, "Permission denied", str(path))
 
     def work(engine: sw.Engine) -> None:
@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_opened_does_not_hold_up_training(
             engine.wait_for_save()
         train(engine)
 
-    monkeypatch.setattr(write, "_opened", closed)
+    monkeypatch.setattr(write, "open_direct", closed)
     on_ranks(2, work)
 
 
@@ -231,15 +231,15 @@ def test_a_failure_behind_the_back_comes_to_light(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, surfaces: str, rank: int
 ) -> None:
     """At the next call that has to do with checkpoints, on all ranks, in the same words; the earlier one stays."""
-    plain = write._write_all
+    plain = write.write_at
 
-    def full(handle: int, window: memoryview) -> None:
+    def full(handle: int, window: memoryview, offset: int) -> bool:
         if os.readlink(f"/proc/self/fd/{handle}").endswith(f"rank-{rank:05d}.safetensors") and armed.is_set():
             raise OSError(28, "No space left on device")
-        plain(handle, window)
+        return plain(handle, window, offset)
 
     armed = threading.Event()
-    monkeypatch.setattr(write, "_write_all", full)
+    monkeypatch.setattr(write, "write_at", full)
     messages: dict[int, str] = {}
 
     def work(engine: sw.Engine) -> None:

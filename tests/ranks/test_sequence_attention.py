@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.comm import Group
+from shardwise.comm import Group, Line
 from shardwise.errors import ModelError
 from shardwise.mesh import Mesh
 from shardwise.sequence import Layout, Visibility, Weighing, blocks, fused, ring_attention, ulysses, ulysses_attention
-from shardwise.sequence.line import Line
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 

@@ -15,7 +15,7 @@ from twins import VOCAB, Transformer
 
 import shardwise as sw
 from shardwise.data import Loader
-from shardwise.errors import ConfigError, ModelError, ShardwiseError, StateError
+from shardwise.errors import ConfigError, DataError, ModelError, ShardwiseError, StateError
 from shardwise.sequence.parallel import _drawing_apart
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
@@ -149,11 +149,12 @@ def test_a_loader_deals_by_data_axes() -> None:
 def test_ranks_with_other_samples_are_told() -> None:
     def work(engine: sw.Engine) -> None:
         batch = batches(1, seed=engine.world.rank)[0]
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(DataError) as caught:
             engine.split_sequence(batch)
         assert str(caught.value) == (
-            "Ranks 0 and 1 share in one sequence (axis 'sp'), but gave engine.split_sequence other samples: input_ids, "
-            "labels differ. Give both the same whole batch: deal batches out by engine.data_ranks, and split each once."
+            "Ranks 0 and 1 share each sample along the mesh axis 'sp', but were given different batches: input_ids, "
+            "labels differ. Deal batches by data axes: sw.data.Loader(..., world=engine.data_ranks), or in a loop of "
+            "your own by engine.data_ranks, which is (place, number)."
         )
 
     on_two(work)

@@ -1,7 +1,7 @@
 """Along model axes ranks hold different parts of one model, and take the same decisions on the norm of all of it.
 
-The mesh is put in by hand: along `ep` each rank has a stage of its own, and along `tp` a part of one layer and copies
-of the others.
+The mesh is put in by hand: along `parts` each rank has a stage of its own, and along `tp` a part of one layer and
+copies of the others.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import sharding
-from shardwise.mesh import Mesh
+from shardwise.mesh import MODEL_AXES, Mesh
 from shardwise.testing import run_ranks
 
-STAGES = Mesh(("dp", "ep"), (2, 2))
+STAGES = Mesh(("dp", "parts"), (2, 2))
 COPIES = Mesh(("dp", "tp"), (2, 2))
+
+
+@pytest.fixture(autouse=True)
+def _parts_is_a_model_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODEL_AXES, "parts", "ranks with other parts of a model")
 
 
 def stages() -> list[nn.Module]:

@@ -116,12 +116,12 @@ def written_span(spec: FlatSpec, slot: Slot, coordinate: Mapping[str, int]) -> S
 def _given(spec: FlatSpec, coordinate: Mapping[str, int]) -> Span:
     """Of a flat buffer, the elements that this rank gives away.
 
-    Copies lie along the replica axes over which the buffer is not sharded. It divides evenly among the ranks along
+    Copies lie along the axes of its table over which the buffer is not sharded. It divides evenly among the ranks along
     replica axes, and so does what one rank keeps among its copies.
     """
     shard = _kept_shard(spec)
     place, num_copies = 0, 1
-    for axis in spec.mesh.replica_axes:
+    for axis in spec.table.axes:
         if axis not in shard:
             place = place * spec.mesh.size(axis) + coordinate[axis]
             num_copies *= spec.mesh.size(axis)

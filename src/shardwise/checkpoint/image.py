@@ -21,9 +21,8 @@ from shardwise.checkpoint.content import Content, Entry
 from shardwise.checkpoint.index import Chunk, File, block_bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.placement import Box, Span
+from shardwise.tiers import PAGE
 
-PAGE = 4096
-"""Bytes. Writes that bypass the page cache begin and end on multiples of it."""
 WINDOW = 2**24
 """Bytes written at once. Smaller ones cost throughput, measured; larger ones gain none."""
 

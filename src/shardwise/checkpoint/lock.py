@@ -12,53 +12,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-
-import psutil
 
 from shardwise.errors import CheckpointError
 from shardwise.safe_files import read_own_text
+from shardwise.tiers import Holder
 
 LOCK = ".lock"
 MAX_LOCK_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A process, so that another one with the same number is not taken for it."""
-
-    host: str
-    pid: int
-    began: float
-
-    @classmethod
-    def me(cls) -> Holder:
-        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
-
-    def is_same(self, other: Holder | None) -> bool:
-        """Two looks at one process may differ a little in when it began: clocks are set."""
-        return (
-            other is not None and (self.host, self.pid) == (other.host, other.pid) and abs(self.began - other.began) < 2
-        )
-
-    def is_gone(self) -> bool:
-        """Whether this process has ended, as far as can be seen from here."""
-        if self.host != socket.gethostname():
-            return True
-        try:
-            process = psutil.Process(self.pid)
-            if process.status() == psutil.STATUS_ZOMBIE:  # it has ended, and nobody has asked how
-                return True
-            return not self.is_same(Holder(self.host, self.pid, process.create_time()))
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.AccessDenied:
-            return False
 
 
 class FolderLock:
@@ -110,7 +72,7 @@ class FolderLock:
         """Whoever the file names; nobody if it is not there or was cut off by a crash."""
         try:
             said = json.loads(read_own_text(self._path, MAX_LOCK_BYTES))
-            return Holder(str(said["host"]), int(said["pid"]), float(said["began"]))
+            return Holder.read(said)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, CheckpointError):

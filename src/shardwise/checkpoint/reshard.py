@@ -186,9 +186,9 @@ class TrainingState:
 
 
 def _model_place(spec: FlatSpec, rank: int) -> tuple[int, ...]:
-    """Where `rank` is along the model axes, which a change of plan leaves as they are."""
+    """Where `rank` is along the axes that cut what is in a buffer, which a change of plan leaves as they are."""
     coordinate = spec.mesh.coordinate(rank)
-    return tuple(coordinate[axis] for axis in spec.mesh.model_axes)
+    return tuple(coordinate[axis] for axis in (*spec.mesh.model_axes, *spec.cut_axes))
 
 
 def _without(span: Span, other: Span) -> list[Span]:

@@ -36,9 +36,10 @@ from shardwise.checkpoint.index import Chunk, File, Index
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.checkpoint.notes import Notes, Writer, file_name
-from shardwise.checkpoint.write import Copying, Feed, Snapshot, Stage, leave_refusal, live, staged, write_rank
+from shardwise.checkpoint.write import Copying, Feed, Snapshot, leave_refusal, live, staged, write_rank
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
+from shardwise.tiers import Stage
 from shardwise.version import __version__
 
 Result = TypeVar("Result")

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
-import mmap
 import os
 import queue
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,45 +15,10 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.codec import bytes_tensor
-from shardwise.checkpoint.image import PAGE, WINDOW, Image, Sums
+from shardwise.checkpoint.image import WINDOW, Image, Sums
 from shardwise.devices import Event, RankDevice, Stream
 from shardwise.errors import CheckpointError
-
-
-class Stage:
-    """Host memory for one image, kept from save to save. It begins on a page; pinned where it is filled from a device.
-
-    [Note: pinned pages] Torch's own pinned memory is rounded up to a power of two: for an image of 33 GiB, 64. So pages
-    are locked where they lie, if the accelerator can do that.
-    """
-
-    def __init__(self, device: RankDevice | None = None) -> None:
-        """Pinned for copies from `device`, if one is given."""
-        self._device = device
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def sized(self, num_bytes: int) -> torch.Tensor:
-        if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # lets the old one go before the new one comes
-            self._memory = pages(num_bytes, self._device)
-        return self._memory[:num_bytes]
-
-
-def pages(num_bytes: int, device: RankDevice | None = None) -> torch.Tensor:
-    """Host memory that begins on a page, as writes that bypass the page cache demand; pinned for `device`."""
-    mapped = mmap.mmap(-1, max(num_bytes, PAGE))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages does without
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapped, dtype=torch.uint8)
-    if device is None or device.accelerator is None:
-        return memory
-    with device.here():
-        unlock = device.accelerator.lock_pages(memory.data_ptr(), memory.numel())
-        if unlock is None:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    weakref.finalize(mapped, unlock).atexit = False
-    return memory
+from shardwise.tiers import open_direct, write_at
 
 
 class Copying:
@@ -280,38 +241,13 @@ def flush(path: Path) -> None:
 
 
 def _write(path: Path, num_bytes: int, windows: Iterator[memoryview]) -> None:
-    handle = _opened(path)
+    handle, _ = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
+        offset = 0
         for window in windows:
-            _write_all(handle, window)
+            write_at(handle, window, offset)
+            offset += len(window)
         os.ftruncate(handle, num_bytes)
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _opened(path: Path) -> int:
-    """Past the page cache where that can be done: as fast as the disk, and nothing that others have there is lost."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o666)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.open(path, flags, 0o666)
-
-
-def _write_all(handle: int, window: memoryview) -> None:
-    while window:
-        try:
-            window = window[os.write(handle, window) :]
-        except OSError as error:
-            if error.errno != errno.EINVAL or not _through_the_cache(handle):
-                raise
-
-
-def _through_the_cache(handle: int) -> bool:
-    """Give up on writing past the page cache, for file systems that open a file so and then do not write it."""
-    flags, direct = fcntl.fcntl(handle, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
-    fcntl.fcntl(handle, fcntl.F_SETFL, flags & ~direct)
-    return bool(flags & direct)

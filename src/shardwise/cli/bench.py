@@ -1,8 +1,9 @@
-"""`shardwise bench`: races against the peers, from a checkout of the source."""
+"""`shardwise bench`: what this machine gives; and from a checkout of the source, races against the peers."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import subprocess
 import sys
@@ -13,16 +14,25 @@ from shardwise.errors import LaunchError
 
 PEERS_PYTHON = Path(".venv-bench/bin/python")
 """Where `make bench` puts the peers, below the checkout."""
+OF_THIS_MACHINE = ("disk", "host", "links")
+"""They need no checkout."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("program", help="peers, collectives, checkpoint, host, growth, compile, tensor or pipeline")
-    option("arguments", nargs=argparse.REMAINDER, help="its options; `shardwise bench peers --help` lists them")
+    option(
+        "program",
+        help="of this machine: disk, host or links; in a checkout: peers, collectives, checkpoint, overhead, growth, "
+        "compile, tiers, tensor or pipeline",
+    )
+    option("arguments", nargs=argparse.REMAINDER, help="its options; `shardwise bench disk --help` lists them")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program with the peers' environment if there is one; its exit status. Needs a checkout."""
+    """Measure this machine; or run a benchmark, with the peers' environment if there is one. Its exit status."""
+    if args.program in OF_THIS_MACHINE:
+        status: int = importlib.import_module("shardwise.cli.tier_bench").run(args.program, args.arguments)
+        return status
     root = find_checkout((Path.cwd(), *Path.cwd().parents, *Path(__file__).resolve().parents))
     paths = [str(root), str(root / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -92,12 +92,14 @@ def _explained(args: argparse.Namespace) -> Explanation:
 def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> Subject:
     """The model that was named, or what stands for one where there is none."""
     if args.model is None:
-        return Subject(stand_in(table, mesh, args.optimizer), (), args.optimizer_states, args.optimizer)
+        return Subject(stand_in(table, mesh, plan, args.optimizer), (), args.optimizer_states, args.optimizer)
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)
+    experts, row_numel = model_file.experts_of(model, plan, mesh)
     subject = Subject(specs, sizes, args.optimizer_states, args.optimizer, stages=stages)
+    subject = replace(subject, experts=experts, row_numel=row_numel)
     if args.batch is None:
         return subject
     activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh)

@@ -7,10 +7,23 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.config import Plan, plan_table
-from shardwise.mesh import SEQUENCE_AXIS, Mesh
-from shardwise.placement import KINDS, Span, Table, pack, padded_numel, ruled_tables, table_for
+from shardwise.mesh import EXPERT_AXIS, SEQUENCE_AXIS, Mesh
+from shardwise.placement import (
+    KINDS,
+    WIDTH,
+    Span,
+    Table,
+    check_offload,
+    pack,
+    padded_numel,
+    ruled_tables,
+    share_of_last,
+    table_for,
+    with_update_on_host,
+)
 from shardwise.program import (
     Activations,
+    Buffer,
     FlatSpec,
     Footprint,
     PlacedUpdate,
@@ -22,6 +35,7 @@ from shardwise.program import (
     update_by,
 )
 from shardwise.program.schedule import Schedule, schedule_of, timed
+from shardwise.units import format_bytes
 
 NUM_STAND_INS = 4
 STAND_IN_SHAPE = (2**10, 2**10)
@@ -35,6 +49,8 @@ class UnitSize:
     name: str
     numel: int
     frozen_numel: int = 0
+    on_host: str = ""
+    """What of it is on the host, in words."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,10 @@ class Subject:
     """What a rank sends of activations and their gradients, in a forward and backward on the batch."""
     stages: str = ""
     """Of a pipeline: which rank has which modules."""
+    experts: str = ""
+    """Which rank along `ep` has which experts."""
+    row_numel: int = 0
+    """Elements that go to experts for one choice of one token, in all layers together."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +116,11 @@ class Explanation:
         return self.step.sent_bytes(self.plan.accumulate) + self.subject.activation_bytes * self.plan.accumulate
 
     @property
+    def copied_bytes(self) -> dict[str, int]:
+        """What goes between one rank's device and the host in one optimizer step, by `evict` and `fetch`."""
+        return self.step.copied_bytes(self.plan.accumulate)
+
+    @property
     def sent_by_axis(self) -> dict[str, int]:
         """The same by mesh axis."""
         return self.step.sent_by_axis(self.plan.accumulate)
@@ -114,6 +139,22 @@ class Explanation:
         lines = ", or ".join(said[kind] for kind in kinds)
         return f"Attention is not in these figures: along {SEQUENCE_AXIS}, for each layer, {lines}."
 
+    @property
+    def dispatch(self) -> str | None:
+        """What ranks that share in experts send beside the program; `None` where none do."""
+        if not self.mesh.has_experts:
+            return None
+        size = self.mesh.size(EXPERT_AXIS)
+        rows = "a row of its hidden state"
+        if self.subject.row_numel:
+            num_bytes = self.subject.row_numel * WIDTH[self.table.compute]
+            rows = f"{format_bytes(num_bytes)} in all layers together"
+        return (
+            f"Tokens on their way to experts are not in these figures: along {EXPERT_AXIS}, for each token and expert "
+            f"that it chose, {rows}, there and back, in forward and in backward; {size - 1}/{size} of it to other "
+            f"ranks where experts are evenly loaded."
+        )
+
 
 def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject) -> Explanation:
     """Plan one step of the subject's units, and the same step with a copy on every rank.
@@ -130,18 +171,37 @@ def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subj
     return Explanation(plan, mesh, table, known_from, subject, step, held, _held(plan, replicated, subject))
 
 
-def stand_in(table: Table, mesh: Mesh, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
+def said_on_host(flats: Sequence[FlatSpec]) -> str:
+    """What of a unit is on the host."""
+    what: dict[Buffer, str] = {"param": "parameters", "grad": "gradients", "master": "update"}
+    trained = [flat for flat in flats if flat.trainable] or list(flats)
+    there = [word for buffer, word in what.items() if any(flat.tier_of(buffer) == "host" for flat in trained)]
+    return f"{', '.join(there)} on the host" if there else ""
+
+
+def stand_in(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
     """Units to look at where there is no model."""
+    check_offload(plan, mesh)
+    shares = (share_of_last([1] * NUM_STAND_INS, share) for share in (plan.offload.optim, plan.offload.param))
+    updated, resting = shares
+    tables = [
+        with_update_on_host(table, params=index in resting) if index in updated else table
+        for index in range(NUM_STAND_INS)
+    ]
     numel = padded_numel(pack([("weight", (STAND_IN_NUMEL,))]), mesh.world_size)
     names = [f"h.{index}" for index in range(NUM_STAND_INS)]
     update = update_by(optimizer, STAND_IN_SHAPE, is_hidden=True) if optimizer else None
     updates = (PlacedUpdate(Span(0, STAND_IN_NUMEL), update),) if update else ()
-    return tuple(UnitSpec(name, (FlatSpec(name, numel, 1, table.on(mesh), mesh, True, updates),)) for name in names)
+    return tuple(
+        UnitSpec(name, (FlatSpec(name, numel, 1, own.on(mesh), mesh, True, updates),))
+        for name, own in zip(names, tables, strict=True)
+    )
 
 
 def as_json(explained: Explanation) -> dict[str, Any]:
     """Everything as values that JSON has; bytes are per rank."""
     table, subject, schedule = explained.table, explained.subject, explained.schedule
+    host = explained.held.host
     return {
         "plan": {path: {"value": value, "from": origin} for path, value, origin in plan_table(explained.plan)},
         "mesh": dict(zip(explained.mesh.axes, explained.mesh.sizes, strict=True)),
@@ -150,11 +210,13 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "rules": {name: {kind: asdict(ruled.place(kind)) for kind in KINDS} for name, ruled in explained.rules.items()},
         "compute": table.compute,
         "wire": table.wire,
-        "units": [asdict(size) for size in subject.sizes] or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",
+        "units": list(map(_unit_as_json, subject.sizes)) or f"{NUM_STAND_INS} x {STAND_IN_NUMEL} (no model given)",
         "optimizer": subject.optimizer,
         "optimizer_states": subject.num_states,
         "batch": subject.batch,
         "bytes": by_kind(explained.held),
+        **({} if host is None else {"bytes_on_host": {**host.by_kind, "total": host.total}}),
+        **({} if host is None else {"copied_bytes_per_step": explained.copied_bytes}),
         "peak_at": _said_peak(explained.held),
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,
@@ -162,7 +224,12 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "program": explained.program,
         **({} if schedule is None else {"schedule": str(schedule), "bubble": timed(schedule).bubble}),
         **({"stages": subject.stages.splitlines()} if subject.stages else {}),
+        **({"experts": subject.experts.splitlines()} if subject.experts else {}),
     }
+
+
+def _unit_as_json(size: UnitSize) -> dict[str, Any]:
+    return {key: value for key, value in asdict(size).items() if key != "on_host" or value}
 
 
 def by_kind(footprint: Footprint) -> dict[str, int]:

@@ -23,7 +23,7 @@ from shardwise.version import __version__
 VERBS = {
     "launch": ("shardwise.cli.launch", "run a training script, one process per rank"),
     "explain": ("shardwise.cli.explain", "print the table and the program that a plan becomes"),
-    "bench": ("shardwise.cli.bench", "race the peers, or measure one part; needs a checkout"),
+    "bench": ("shardwise.cli.bench", "measure disks, memory and links; in a checkout, race the peers"),
     "inspect": ("shardwise.cli.inspect", "print what is in a checkpoint, whoever wrote it"),
     "convert": ("shardwise.cli.convert", "write a checkpoint in another format"),
     "doctor": ("shardwise.cli.doctor", "check this machine, and say how to mend what is wrong"),

@@ -15,35 +15,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.cli.explanation import UnitSize
-from shardwise.comm import Group
+from shardwise.cli.explanation import UnitSize, said_on_host
+from shardwise.comm import Group, Line
 from shardwise.config import Plan
 from shardwise.devices import TorchAccelerator
 from shardwise.errors import ConfigError, ModelError, nearest
+from shardwise.experts import expert_split
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hidden_matrices
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import StageRehearsal, rehearse
-from shardwise.sharding import boxes_for, split_of
-from shardwise.storage import Unit, UnitChoice, choose_units, make_unit, tables_for, unit_spec
+from shardwise.sharding import boxes_for, rows_for, split_of
+from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_spec
 from shardwise.telemetry import ByteMeter, Ledger
-from shardwise.tensor import AXIS, Line, Regions
+from shardwise.tensor import AXIS, Regions
 
 
 def units_of(
     source: str, model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None = None
 ) -> tuple[tuple[UnitSpec, ...], tuple[UnitSize, ...]]:
     """The units that `plan` makes of the `model` that `source` has built, and their sizes."""
-    choices, rows = _choices(model, plan, mesh), tables_for(model, plan, mesh)
+    choices, rows = _choices(model, plan, mesh), _rows(model, plan, mesh)
     updates = _updates(model, optimizer) if optimizer else None
     on_cpu = _device().type == "cpu"
     specs = [(choice, unit_spec(choice, rows, mesh, updates, on_cpu=on_cpu)) for choice in choices]
     kept = [(choice, spec) for choice, spec in specs if spec.flats]
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
-    return tuple(spec for _, spec in kept), tuple(_size(choice) for choice, _ in kept)
+    return tuple(spec for _, spec in kept), tuple(_size(choice, spec) for choice, spec in kept)
 
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
@@ -56,8 +57,20 @@ def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
     choices = choose_units(model, plan)
     if has_pipeline(mesh):
         return _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
-    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0))
+    experts = expert_split(model, plan, mesh, 0)
+    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
     return [replace(choice, boxes=boxes) for choice in choices]
+
+
+def _rows(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
+    return rows_for(model, plan, mesh, expert_split(model, plan, mesh, 0))
+
+
+def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
+    """Which rank along `ep` has which experts, a line for each, and the elements of a token's rows that all modules
+    with experts send for one of its choices, there; ("", 0) without such ranks."""
+    experts = expert_split(model, plan, mesh, 0)
+    return ("", 0) if experts is None else (str(experts), sum(found.hidden_size for found in experts.modules))
 
 
 def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
@@ -115,6 +128,8 @@ def activations_of(
         raise ConfigError(
             f"Activations of sequences that are split over {SEQUENCE_AXIS!r} are not rehearsed yet. Leave out --batch."
         )
+    if mesh.has_experts:
+        raise ConfigError("Activations of experts that lie on several ranks are not rehearsed yet. Leave out --batch.")
     make = _loaded("--batch", source, "train.py:sample_batch")
     try:
         batch = make()
@@ -135,7 +150,7 @@ def activations_of(
 
 def _made(choices: list[UnitChoice], model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> list[Unit]:
     """Units of `model` as the first rank has them."""
-    rows, first, on_host = tables_for(model, plan, mesh), dict.fromkeys(mesh.axes, 0), device.type == "cpu"
+    rows, first, on_host = _rows(model, plan, mesh), dict.fromkeys(mesh.axes, 0), device.type == "cpu"
     units = [make_unit(choice, rows, mesh, first, ByteMeter(), device, on_host=on_host) for choice in choices]
     return [unit for unit in units if unit.flats]
 
@@ -247,6 +262,7 @@ def _needed(build: Callable[..., Any]) -> list[str]:
     return [one.name for one in parameters if one.default is one.empty and one.kind not in optional]
 
 
-def _size(choice: UnitChoice) -> UnitSize:
+def _size(choice: UnitChoice, spec: UnitSpec) -> UnitSize:
     frozen = sum(param.numel() for param in choice.params.values() if not param.requires_grad)
-    return UnitSize(choice.name, sum(param.numel() for param in choice.params.values()), frozen)
+    numel = sum(param.numel() for param in choice.params.values())
+    return UnitSize(choice.name, numel, frozen, said_on_host(spec.flats))

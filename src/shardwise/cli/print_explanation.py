@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind
+from shardwise.cli.explanation import NUM_STAND_INS, STAND_IN_NUMEL, Explanation, UnitSize, by_kind, said_on_host
 from shardwise.config import Plan, plan_table
-from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS
+from shardwise.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS
 from shardwise.placement import KINDS, PRESETS, Place, Table
 from shardwise.program import OPTIMIZERS, shortened
 from shardwise.program.schedule import Schedule, most_in_flight, picture, timed
@@ -30,6 +30,11 @@ MEANINGS = {
     "activations": "inputs, what the backward needs and makes",
     "process": "pages and scratch of kernels: an allowance",
 }
+ON_HOST = {
+    "param": MEANINGS["param"],
+    "optim": MEANINGS["optim"],
+    "buffers": "gradients, and what goes to and from the device",
+}
 AT_THE_PEAK = {"grad": "gradients that wait for the step by then", "working": "gathered and travelling by then"}
 """What a kind means where all are taken at one moment."""
 
@@ -39,7 +44,7 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     ranks = "1 rank" if mesh.world_size == 1 else f"{mesh.world_size} ranks"
     console.print(Text.assemble((plan.preset, "bold cyan"), f" on {mesh}, {ranks}"), soft_wrap=True)
     console.print(Text(f"known from {explained.known_from}", "dim"), soft_wrap=True)
-    if mesh.model_axes:
+    if mesh.parted_axes:
         _section(console, "mesh", _mesh_grid(explained))
     _section(console, "plan", _plan_grid(explained))
     _section(console, "table", _table_grid(explained.table), _below_rows(explained))
@@ -49,10 +54,13 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
         _section(console, f"pipeline, schedule {explained.schedule.name}")
         for line in _pipeline_lines(explained.schedule, explained):
             console.print(Text(f"  {line}"), soft_wrap=True)
+    if explained.subject.experts:
+        note = Text(f"They are placed as the table says, but never over {EXPERT_AXIS}.", "dim")
+        _section(console, "experts", Text(explained.subject.experts.rstrip()), note)
     _section(console, "units", *_units_lines(explained))
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
-    attention = [Text(explained.attention, "dim")] if explained.attention else []
-    _section(console, "sent per rank and step", Text(_sent(explained)), *attention)
+    besides = [Text(said, "dim") for said in (explained.attention, explained.dispatch) if said]
+    _section(console, "sent per rank and step", Text(_sent(explained)), *besides)
     text = explained.program if full else shortened(explained.program)
     _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
     for line in text.splitlines():
@@ -86,7 +94,8 @@ def _split_over(place: Place) -> Text:
     """The axes alone: the columns are many and a terminal is narrow."""
     if place.partial:
         return Text(f"partial {'+'.join(place.partial)}", "yellow")
-    return Text("+".join(place.shard), "green") if place.shard else Text("copy")
+    words = f"{'+'.join(place.shard) or 'copy'}{', host' if place.tier == 'host' else ''}"
+    return Text(words, "green" if place.shard else "")
 
 
 def _section(console: Console, title: str, *below: object) -> None:
@@ -111,9 +120,11 @@ def _mesh_grid(explained: Explanation) -> Grid:
         first = mesh.groups(axis)[0]
         line = ", ".join(map(str, first[:MAX_RANKS])) + (", ..." if len(first) > MAX_RANKS else "")
         said = (
-            f"{MODEL_AXES[axis]}: one sample, parts of the model"
-            if axis in MODEL_AXES
-            else "data: batches of their own"
+            "data: batches of their own"
+            if axis not in MODEL_AXES
+            else f"{MODEL_AXES[axis]}: batches and experts of their own"
+            if axis == EXPERT_AXIS
+            else f"{MODEL_AXES[axis]}: one sample, parts of the model"
         )
         grid.add_row(Text(axis, "cyan"), str(mesh.size(axis)), line, Text(said, "dim"))
     return grid
@@ -171,6 +182,9 @@ def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
     if not explained.subject.sizes:
         count = format_count(STAND_IN_NUMEL)
         yield Text(f"No model was given: {NUM_STAND_INS} units of {count} parameters stand in. See --model.", "yellow")
+        for unit in explained.subject.units:
+            if said_on_host(unit.flats) and explained.plan.offload.optim:
+                yield Text(f"{unit.name}: {said_on_host(unit.flats)}")
         return
     grid = _grid("", "parameters", "", right=["parameters"])
     rows = list(_unit_rows(explained.subject.sizes))
@@ -187,12 +201,15 @@ def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
 
 def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
     """A row per unit; neighbours that differ in their number alone share one."""
-    alike = itertools.groupby(sizes, lambda size: (re.sub(r"\d+", "#", size.name), size.numel, size.frozen_numel))
-    for (_, numel, frozen), group in alike:
+    alike = itertools.groupby(
+        sizes, lambda size: (re.sub(r"\d+", "#", size.name), size.numel, size.frozen_numel, size.on_host)
+    )
+    for (_, numel, frozen, on_host), group in alike:
         names = [size.name for size in group]
         name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         notes = [f"each of {len(names)}"] if len(names) > 1 else []
         notes += [f"{format_count(frozen)} frozen"] if frozen else []
+        notes += [on_host] if on_host else []
         yield name, format_count(numel), ", ".join(notes)
 
 
@@ -205,6 +222,9 @@ def _bytes_grid(explained: Explanation) -> Grid:
         cells = [Text(format_bytes(one), style) for one in (num_bytes, replicated[kind])]
         note = f"{num_bytes / max(1, replicated[kind]):.0%} of replicated" if kind == "total" else meanings[kind]
         grid.add_row(Text(kind, style or "cyan"), *cells, Text(note, "dim"))
+    on_host = explained.held.host.by_kind if explained.held.host is not None else {}
+    for kind, num_bytes in on_host.items():
+        grid.add_row(Text(f"{kind} on the host", "cyan"), format_bytes(num_bytes), "", Text(ON_HOST[kind], "dim"))
     return grid
 
 
@@ -231,4 +251,8 @@ def _sent(explained: Explanation) -> str:
     if "tp" in explained.mesh.model_axes:
         said = format_bytes(subject.activation_bytes * num) if subject.batch else "besides what --batch would count"
         text += f", {said} of activations along tp"
-    return text if num == 1 else f"{text} in {num} micro-batches"
+    text = text if num == 1 else f"{text} in {num} micro-batches"
+    copied = explained.copied_bytes
+    if copied:
+        text += f"; {format_bytes(copied.get('evict', 0))} to the host, {format_bytes(copied.get('fetch', 0))} from it"
+    return text

@@ -6,9 +6,11 @@ from shardwise.comm.data_group import DataGroup
 from shardwise.comm.device_collectives import DeviceCollectives
 from shardwise.comm.group import Group, link_between
 from shardwise.comm.journal import Journal
+from shardwise.comm.line import Line, Passing
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import Pairwise, Transport
 from shardwise.comm.process_groups import ProcessGroups
+from shardwise.comm.same_batch import require_same_batch
 from shardwise.comm.shared_buffers import Part, SharedBuffer, SharedBuffers
 from shardwise.comm.small import sum_small
 from shardwise.comm.threads import PostOffice, ThreadTransport
@@ -25,9 +27,11 @@ __all__ = [
     "Done",
     "Group",
     "Journal",
+    "Line",
     "Meeting",
     "Pairwise",
     "Part",
+    "Passing",
     "Pending",
     "PostOffice",
     "ProcessGroups",
@@ -39,5 +43,6 @@ __all__ = [
     "World",
     "last_words",
     "link_between",
+    "require_same_batch",
     "sum_small",
 ]

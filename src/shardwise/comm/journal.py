@@ -61,7 +61,7 @@ _LOOKING = threading.Lock()
 _Record = tuple[int, int, Action | None, str, int, int, tuple[str, ...]]
 
 
-class Line:
+class LineRecord:
     """What this rank has entered along one line of ranks."""
 
     __slots__ = ("axis", "count", "name", "num_marks", "ranks", "recent", "tag")
@@ -78,7 +78,7 @@ class Line:
 class Entry(NamedTuple):
     """One collective of one line, by its number."""
 
-    line: Line
+    line: LineRecord
     number: int
     tag: int
 
@@ -107,7 +107,7 @@ class Journal:
         self.explain: Callable[[LinkError], CommError] | None = None
         """Finds out why a link broke; blocks while it asks the other ranks."""
         self._thread_id = threading.get_ident()
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, LineRecord] = {}
         """By the name of the group, which tells its ranks."""
         self._codes: dict[tuple[str, str, torch.dtype], int] = {}
         self._trace: list[Moment] = []
@@ -130,7 +130,7 @@ class Journal:
             raise self._refusal(self.fault)
         line = self._lines.get(group.name)
         if line is None:
-            line = self._lines[group.name] = Line(group)
+            line = self._lines[group.name] = LineRecord(group)
         action = self.action
         call = _call() if action is None else ""
         code = self._codes.get((verb, subject, dtype))
@@ -172,7 +172,7 @@ class Journal:
         self._marks.append(what)
         self._num_marks += 1
 
-    def _marks_since(self, line: Line) -> tuple[str, ...]:
+    def _marks_since(self, line: LineRecord) -> tuple[str, ...]:
         """What was marked since the last collective of `line`, as far as it is remembered."""
         num_new, line.num_marks = self._num_marks - line.num_marks, self._num_marks
         return tuple(self._marks)[-num_new:]
@@ -278,7 +278,7 @@ class Awaited:
             journal.waiting = None
 
 
-def _track(line: Line) -> Track:
+def _track(line: LineRecord) -> Track:
     records = tuple(line.recent)
     return Track(
         line.count,

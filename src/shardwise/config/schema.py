@@ -18,6 +18,7 @@ from shardwise.units import parse_bytes
 
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 TierName = Literal["device", "host", "disk"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 
 
 def _bytes(value: object) -> object:
@@ -136,6 +137,17 @@ class Sequence(Strict):
     )
 
 
+class Offload(Strict):
+    """Which share of the model is kept on the host, by units: the last ones first, whose gradients come first."""
+
+    optim: float = Field(
+        default=0.0, ge=0, le=1, description="share of the units whose states, gradients and update are on the host"
+    )
+    param: float = Field(
+        default=0.0, ge=0, le=1, description="share whose parameters rest on the host too; at most that of optim"
+    )
+
+
 class LossScale(Strict):
     """What the loss is multiplied by in fp16, so that small gradients do not become zero.
 
@@ -152,7 +164,7 @@ class LossScale(Strict):
 class Pipeline(Strict):
     """How the model is cut into stages along the mesh axis `pp`, if there is one."""
 
-    schedule: str = Field(default="1f1b", description="gpipe, 1f1b, interleaved or zb-h1: the order of micro-batches")
+    schedule: ScheduleName = Field(default="1f1b", description="the order of micro-batches")
     virtual_stages: int | None = Field(
         default=None, ge=1, description="stages on each rank; default: 2 for interleaved, else 1"
     )
@@ -194,6 +206,7 @@ class Plan(Strict):
     resident_below: int = Field(
         default=0, ge=0, description="elements: smaller parameters stay whole on every rank between steps"
     )
+    offload: Offload = Field(default=Offload(), description="which share of the model is kept on the host")
     wire: Wire = Field(default=Wire(), description="what travels")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
     tensor: TensorParallel = Field(

@@ -1,5 +1,5 @@
 """Named axes, coordinates, groups of ranks."""
 
-from shardwise.mesh.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
+from shardwise.mesh.mesh import EXPERT_AXIS, MODEL_AXES, SEQUENCE_AXIS, Mesh
 
-__all__ = ["MODEL_AXES", "SEQUENCE_AXIS", "Mesh"]
+__all__ = ["EXPERT_AXIS", "MODEL_AXES", "SEQUENCE_AXIS", "Mesh"]

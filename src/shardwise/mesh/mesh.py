@@ -3,7 +3,8 @@
 Along a *data axis* ranks train the same model, each with batches of its own. Along a *model axis* they share in one
 batch, and may hold parts of the model that the others have not; its name says what kind of sharing it is. Along `sp`
 they share in the tokens of a batch and train the same parameters, so the *replica axes*, over which a plan shards or
-copies parameters and adds up gradients, are the data axes and `sp`.
+copies parameters and adds up gradients, are the data axes and `sp`. `ep` is a data axis, for all that is not an expert;
+of the experts each rank along it has its own.
 
 Rank numbers run row-major: the last axis varies fastest, so it should be the one with the fastest
 links. `Mesh({"node": 2, "local": 4})` puts ranks 0-3 on node 0.
@@ -24,9 +25,10 @@ MODEL_AXES = {
     "sp": "sequence parallelism",
     "ep": "expert parallelism",
 }
-"""What everybody takes these names for. All others are data axes: ranks along them differ in their batches."""
+"""What everybody takes these names for. All others, and `ep`, are data axes: along them ranks differ in batches."""
 
 SEQUENCE_AXIS = "sp"
+EXPERT_AXIS = "ep"
 SYNONYMS = {"cp": SEQUENCE_AXIS}
 """Other names for model axes, and what is to be written."""
 SAME_PARAMS_AXES = ("tp",)
@@ -80,17 +82,23 @@ class Mesh:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which ranks differ in their batches."""
-        return tuple(axis for axis in self.axes if axis not in MODEL_AXES)
+        return tuple(axis for axis in self.axes if axis not in MODEL_AXES or axis == EXPERT_AXIS)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes over which a plan shards or copies parameters and adds up gradients: the data axes and `sp`."""
-        return tuple(axis for axis in self.axes if axis not in MODEL_AXES or axis == SEQUENCE_AXIS)
+        return tuple(axis for axis in self.axes if axis not in MODEL_AXES or axis in (SEQUENCE_AXIS, EXPERT_AXIS))
 
     @property
     def model_axes(self) -> tuple[str, ...]:
         """The others, of more than one rank: along them ranks hold parts of one model, or copies of what is not cut."""
         return tuple(axis for axis in self.axes if axis not in self.replica_axes and self.size(axis) > 1)
+
+    @property
+    def parted_axes(self) -> tuple[str, ...]:
+        """All axes, of more than one rank, along which ranks may hold other parts of the model: those and `ep`."""
+        parted = {*self.model_axes, *((EXPERT_AXIS,) if self.has_experts else ())}
+        return tuple(axis for axis in self.axes if axis in parted)
 
     @property
     def same_params_axes(self) -> tuple[str, ...]:
@@ -101,6 +109,11 @@ class Mesh:
     def params_axes(self) -> tuple[str, ...]:
         """All axes along which ranks list the same parameters."""
         return tuple(axis for axis in self.axes if axis in self.replica_axes or axis in self.same_params_axes)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether ranks along an axis have experts of their own."""
+        return EXPERT_AXIS in self.axes and self.size(EXPERT_AXIS) > 1
 
     @property
     def num_replicas(self) -> int:

@@ -17,10 +17,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
+from shardwise.optim import host_step
+from shardwise.optim.by_units import StepsByUnits
 from shardwise.optim.cooperative import Alone, Cooperative
+from shardwise.optim.host_adam import HostAdam
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.states import StatesOfPieces
+from shardwise.placement import Tier
 from shardwise.storage import Flat, part_of
 
 Tensor = torch.Tensor
@@ -52,6 +56,8 @@ class AdoptedOptimizer:
     ) -> None:
         self.members = tuple(members)
         self._groups = {member: GroupsOfPieces(member, pieces_of(member, flats)) for member in members}
+        self._host_adam = HostAdam()
+        self._by_units = {member: StepsByUnits(member) for member in members}
         self.pieces = [piece for groups in self._groups.values() for piece in groups.pieces]
         self._member_of = {piece.tensor: member for member, groups in self._groups.items() for piece in groups.pieces}
         self._names = {id(piece.param): piece.name for piece in self.pieces}
@@ -174,22 +180,46 @@ class AdoptedOptimizer:
 
     # -- the step ---------------------------------------------------------------------------------------
 
+    def update_flat(self, member: torch.optim.Optimizer, flat: Flat) -> None:
+        """Let `member` update the pieces of one flat buffer, apart from its step, which is to follow.
+
+        See [Note: steps by units] in `by_units.py`.
+        """
+        pieces = [piece for piece in self._groups[member].pieces if piece.flat is flat]
+        with self._pieces_listed(member):
+            if self._offer(pieces):
+                flat.land()
+                if host_step.takes(member, pieces):
+                    host_step.step(member, pieces, self._host_adam)
+                else:
+                    self._by_units[member].step()
+            for piece in pieces:
+                piece.tensor.grad = None
+
     def offer_gradients(self, member: torch.optim.Optimizer) -> None:
-        """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone."""
+        """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone, and where
+        it has been updated already."""
         groups = self._groups[member]
-        for piece in groups.pieces:
+        self._offer([piece for piece in groups.pieces if not piece.flat.spec.updates_below])
+        groups.list_pieces()
+        self._by_units[member].hand_over()
+
+    def _offer(self, pieces: Sequence[Piece]) -> bool:
+        """Whether any of them has a gradient."""
+        for piece in pieces:
             grads = piece.flat.grads
             touched = grads.touched_anywhere[piece.index] and piece.span.numel > 0
             piece.tensor.grad = grads.due_piece(piece.index) if touched else None
-        groups.list_pieces()
+        return any(piece.tensor.grad is not None for piece in pieces)
 
     def offer_nothing(self, member: torch.optim.Optimizer) -> None:
         """Let a step of `member` find no gradient at all."""
         self._groups[member].list_pieces()
 
     def withdraw_gradients(self) -> None:
-        for groups in self._groups.values():
+        for member, groups in self._groups.items():
             if groups.lists_pieces:
+                self._by_units[member].end()
                 for piece in groups.pieces:
                     piece.tensor.grad = None
                 groups.list_params()
@@ -269,14 +299,15 @@ class AdoptedOptimizer:
         state = self.state_of(piece)
         self.put_state(piece, {**state, key: value.reshape(-1).to(state[key].dtype, copy=True)})
 
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's own states on this rank."""
+    def state_bytes(self, tier: Tier = "device") -> int:
+        """Bytes of the optimizer's own states on one tier of this rank."""
+        below: dict[Tensor, Tier] = {piece.tensor: piece.flat.spec.tier_of("master") for piece in self.pieces}
         return sum(
             value.nbytes
             for member in self.members
-            for entry in dict.values(member.state)
+            for param, entry in dict.items(member.state)
             for value in entry.values()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor) and below.get(param, "device") == tier
         )
 
     def release(self) -> None:
@@ -284,6 +315,7 @@ class AdoptedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._host_adam.close()
         for member in self.members:
             if isinstance(member, Cooperative):
                 member.peers = Alone()

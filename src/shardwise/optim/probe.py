@@ -8,7 +8,7 @@ compute something else without a word. Those of our own that look further say wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,15 +136,7 @@ def _stepped(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[nn.Parameter], num_steps: int
 ) -> torch.optim.Optimizer:
     """A twin of `optimizer` after some steps on `params`, with this group's settings and fixed gradients."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler may have wrapped the original's
-    hooks = {key: type(value)() for key, value in optimizer.__dict__.items() if key.endswith("_hooks")}
-    twin.__dict__.update(hooks)
-    if isinstance(twin, Cooperative):
-        twin.peers = Alone()
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**group, "params": params}]
+    twin = twin_of(optimizer, group, params)
     numbers = torch.Generator().manual_seed(0)
     for _ in range(num_steps):
         grads = torch.randn(24, generator=numbers)
@@ -153,6 +145,22 @@ def _stepped(
             param.grad = grads[start : start + param.numel()].reshape(param.shape).clone()
             start += param.numel()
         type(twin).step(twin)
+    return twin
+
+
+def twin_of(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], params: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Another optimizer of the same class over `params`, with this group's settings, without states and hooks."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler may have wrapped the original's
+    hooks = {key: type(value)() for key, value in optimizer.__dict__.items() if key.endswith("_hooks")}
+    twin.__dict__.update(hooks)
+    if isinstance(twin, Cooperative):
+        twin.peers = Alone()
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": list(params)}]
     return twin
 
 

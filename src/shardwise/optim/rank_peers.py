@@ -138,9 +138,9 @@ class RankPeers:
 
     def _copies(self, piece: Piece) -> int:
         """How many of the ranks whose norms are summed hold the same elements."""
-        shard, box = piece.flat.spec.table.optim.shard, piece.flat.slots[piece.index].box
-        over_model = self._mesh.same_params_axes
-        others = (axis for axis in self._norms_axes if axis not in shard and axis not in over_model)
+        spec, box = piece.flat.spec, piece.flat.slots[piece.index].box
+        apart = {*spec.table.optim.shard, *spec.cut_axes, *self._mesh.same_params_axes}
+        others = (axis for axis in self._norms_axes if axis not in apart)
         return math.prod(map(self._mesh.size, others)) * (1 if box is None else box.copies)
 
 

@@ -57,7 +57,13 @@ def has_pipeline(mesh: Mesh) -> bool:
 def stage_layout(model: nn.Module, plan: Plan, mesh: Mesh) -> StageLayout:
     """The stages that `plan` asks for. Raises `ConfigError` or `ModelError` for a model that cannot be cut so."""
     num_ranks, asked = mesh.size(AXIS), plan.pipeline
-    refuse_sums_over_layers(getattr(model, "config", None), "The model's config")
+    config = getattr(model, "config", None)
+    refuse_sums_over_layers(config, "The model's config")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{type(model).__name__} is an encoder and a decoder, all of whose blocks need what the encoder's last one "
+            f"makes; a pipeline hands on what goes from one block to the next. Leave {AXIS} out of the mesh."
+        )
     schedule = schedule_of(plan, num_ranks)
     if asked.schedule == "zb-h1" and plan.compile is not None:
         raise ConfigError(

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.comm import World, link_between
-from shardwise.errors import ModelError
+from shardwise.comm import Line, World, link_between, require_same_batch
 from shardwise.mesh import Mesh
 from shardwise.micro_batches import LossFunction, MicroBatch
 from shardwise.pipeline.across import AcrossStages
@@ -19,7 +18,7 @@ from shardwise.pipeline.messages import Channel, Layout, most_under_way
 from shardwise.pipeline.staged import StagedModel
 from shardwise.pipeline.weight_grads import Aside, WeightGrads
 from shardwise.program.schedule import Op
-from shardwise.runtime import tensors_in
+from shardwise.runtime import named_tensors, tensors_in
 from shardwise.telemetry import STAGES, Timeline
 
 Tensor = torch.Tensor
@@ -224,22 +223,16 @@ class Pipeline:
             self._backward_from[stage].expect(Layout(tuple(held.output.shape), held.output.dtype), batch)
 
     def _check_same_batch(self, parts: Sequence[MicroBatch]) -> None:
-        """In the first step: ranks of one pipeline have been given the same batch, as far as shapes and sums tell."""
+        """In the first step: ranks of one pipeline have been given the same batch."""
         if self._has_seen_batch:
             return
         self._has_seen_batch = True
-        given = [
-            [_kind_of(part), [float(one.double().sum()) for one in tensors_in((part.args, part.kwargs))]]
-            for part in parts
-        ]
-        said = self._collectives.exchange(repr(given).encode(), self._line, "batch")
-        odd = next((place for place, one in enumerate(said) if one != said[0]), None)
-        if odd is not None:
-            raise ModelError(
-                f"Under a pipeline rank {self._line.ranks[odd]} was given another batch than rank "
-                f"{self._line.ranks[0]}, though both have stages of one model. Deal batches out by data axes: ranks "
-                f"along the mesh axis {AXIS!r} get the same."
-            )
+        named = {
+            f"micro-batch {number}, {name}": tensor
+            for number, part in enumerate(parts)
+            for name, tensor in named_tensors(part.args, part.kwargs).items()
+        }
+        require_same_batch(named, Line(self._collectives, self._line))
 
     # -- the end of a step ------------------------------------------------------------------------------
 

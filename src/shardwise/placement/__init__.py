@@ -3,6 +3,7 @@
 from shardwise.placement.box import Box, Run, common_runs
 from shardwise.placement.layout import ALIGN, Layout, Slot, pack, pack_boxes, padded_numel
 from shardwise.placement.moves import Move, MoveVerb, moves
+from shardwise.placement.offload import check_offload, share_of_last, with_update_on_host
 from shardwise.placement.place import KINDS, WIDTH, Axes, Dtype, Kind, Place, Tier
 from shardwise.placement.presets import (
     PRESETS,
@@ -36,6 +37,7 @@ __all__ = [
     "Span",
     "Table",
     "Tier",
+    "check_offload",
     "common_runs",
     "mesh_for",
     "moves",
@@ -45,6 +47,8 @@ __all__ = [
     "preset",
     "resident_table",
     "ruled_tables",
+    "share_of_last",
     "table_for",
     "takes_local_size",
+    "with_update_on_host",
 ]

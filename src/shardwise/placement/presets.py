@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.config import PlaceEdit, Plan, Rows, Rule
 from shardwise.errors import ConfigError, PlacementError, nearest
-from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
+from shardwise.mesh import Mesh
 from shardwise.placement.place import WIDTH, Axes, Dtype, Kind, Place
 from shardwise.placement.table import Table
 
@@ -30,7 +30,7 @@ class Preset:
 
         def spread(place: Place) -> Place:
             axes = mesh.replica_axes
-            return Place(shard=axes if place.shard else (), partial=axes if place.partial else ())
+            return replace(place, shard=axes if place.shard else (), partial=axes if place.partial else ())
 
         return Preset(
             mesh.replica_axes,
@@ -45,6 +45,7 @@ class Preset:
 DP, TWO = ("dp",), ("node", "local")
 COPY, SHARD, PARTIAL = Place(), Place(shard=DP), Place(partial=DP)
 LOCAL, BOTH = Place(shard=("local",)), Place(shard=TWO)
+HOST = Place(shard=DP, tier="host")
 
 PRESETS = {
     #                    axes  param  held   grad     optim
@@ -55,6 +56,8 @@ PRESETS = {
     "zero3-kept": Preset(DP, SHARD, COPY, SHARD, SHARD, "FSDP with reshard_after_forward=False"),
     "hsdp": Preset(TWO, LOCAL, LOCAL, LOCAL, LOCAL, "FSDP hybrid sharding, MiCS (arXiv:2205.00119)"),
     "hpz": Preset(TWO, BOTH, LOCAL, BOTH, BOTH, "ZeRO++ secondary shard (arXiv:2306.10209)"),
+    "offload": Preset(DP, COPY, COPY, HOST, HOST, "ZeRO-Offload (arXiv:2101.06840): ZeRO stage 2, updated on the host"),
+    "zero3-offload": Preset(DP, SHARD, SHARD, HOST, HOST, "ZeRO stage 3 with offload_optimizer, updated on the host"),
 }
 
 
@@ -70,15 +73,11 @@ def takes_local_size(plan: Plan) -> bool:
     return plan.mesh is None and plan.preset in PRESETS and len(PRESETS[plan.preset].axes) > 1
 
 
-SPLITS = ("tp", "pp", SEQUENCE_AXIS)
-"""The model axes that something in this version splits models along."""
-
-
 def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh:
     """The mesh that `plan` asks for, over `world_size` ranks, `local_size` of them on each host (default: all).
 
     Without a mesh in the plan a one-axis preset takes all ranks, and a two-axis preset those of a host on its inner
-    axis. Raises `ConfigError` for a mesh that this world cannot have, or that names an axis of another parallelism.
+    axis. Raises `ConfigError` for a mesh that this world cannot have.
     """
     axes = preset(plan.preset).axes
     if plan.mesh is None and len(axes) > 1:
@@ -92,12 +91,6 @@ def mesh_for(plan: Plan, world_size: int, local_size: int | None = None) -> Mesh
             )
         return Mesh.of({axes[0]: -1, **dict.fromkeys(axes[1:-1], 1), axes[-1]: local}, world_size)
     sizes = plan.mesh or {axes[-1]: -1}
-    for axis in sizes:
-        if axis in MODEL_AXES and axis not in SPLITS and sizes[axis] != 1:
-            raise ConfigError(
-                f"The plan's mesh has the axis {axis!r}, which means {MODEL_AXES[axis]}. This version has none, and "
-                f"would only shard over it. Leave {axis!r} out, or give an axis over which to shard another name."
-            )
     return Mesh.of(sizes, world_size)
 
 
@@ -116,10 +109,10 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         said = {key: value for edit in edits for key, value in edit if value is not None}
         edited = replace(place, **{"dtype": dtype, **said})
         mesh.require(edited.shard + edited.partial, f"{what} {kind!r}")
-        if edited.tier != "device":
+        if edited.tier == "disk":
             raise PlacementError(
-                f"{what} {kind!r} is placed on tier {edited.tier!r}, but this version keeps every row on the device. "
-                f"Leave out rows.{kind}.tier."
+                f"{what} {kind!r} is placed on tier 'disk', but this version keeps rows on the device or on the host. "
+                f"Make rows.{kind}.tier host, or leave it out."
             )
         if kind in ("param", "held") and edited.dtype != compute:
             raise PlacementError(
@@ -128,15 +121,51 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
             )
         return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
 
+    param, held = row("param", base.param, compute), row("held", base.held, compute)
+    says_where = any(rows.held.tier for rows in (plan.rows, rule.rows if rule is not None else None) if rows)
+    if held.shard == param.shard and not says_where:  # what is held is what rests, wherever that is
+        held = replace(held, tier=param.tier)
+    grad, optim = row("grad", base.grad, states), row("optim", base.optim, states)
+    _check_tiers(param, held, grad, optim, what)
     return Table(
         axes=mesh.replica_axes,
-        param=row("param", base.param, compute),
-        held=row("held", base.held, compute),
-        grad=row("grad", base.grad, states),
-        optim=row("optim", base.optim, states),
+        param=param,
+        held=held,
+        grad=grad,
+        optim=optim,
         compute=compute,
         wire=plan.wire.grad or compute,
+        step=optim.tier,
     )
+
+
+def _check_tiers(param: Place, held: Place, grad: Place, optim: Place, what: str) -> None:
+    """Raise `PlacementError` for rows on the host between which this version has no way."""
+    if grad.tier == "host" and grad.partial:
+        raise PlacementError(
+            f"{what} 'grad' waits on the host as summands over {'+'.join(grad.partial)}, and sums are taken on the "
+            f"device. Shard it over that axis, or leave out rows.grad.tier."
+        )
+    for kind, place in (("param", param), ("grad", grad)):
+        if place.tier == "host" and optim.tier != "host":
+            raise PlacementError(
+                f"{what} {kind!r} is on the host and 'optim' on the device, but the update is done where the states "
+                f"are. Set rows.optim.tier=host too."
+            )
+    if grad.tier == "host" and (grad.shard, grad.dtype) != (optim.shard, optim.dtype):
+        raise PlacementError(
+            f"{what} 'grad' waits on the host as {_said(grad)}, but the update needs {_said(optim)} there, and nothing "
+            f"is cut or cast on the way. Give both rows the same shard and dtype, or leave out rows.grad.tier."
+        )
+    if held.tier == "host" and (param.tier, param.shard) != ("host", held.shard):
+        raise PlacementError(
+            f"{what} 'held' is on the host, where only what rests there can be held. Give rows.param the same place, "
+            f"or leave out rows.held.tier."
+        )
+
+
+def _said(place: Place) -> str:
+    return f"shard({'+'.join(place.shard)}) in {place.dtype}" if place.shard else f"copy in {place.dtype}"
 
 
 def ruled_tables(plan: Plan, mesh: Mesh) -> dict[str, Table]:
@@ -146,7 +175,7 @@ def ruled_tables(plan: Plan, mesh: Mesh) -> dict[str, Table]:
 
 def resident_table(plan: Plan, mesh: Mesh) -> Table:
     """The plan's table for parameters that are too small to be worth gathering (`resident_below`)."""
-    whole = PlaceEdit(shard=())
+    whole = PlaceEdit(shard=(), tier="device")
     return table_for(plan, mesh, Rule(rows=Rows(param=whole, held=whole)), what="resident_below: row")
 
 

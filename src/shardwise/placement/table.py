@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -78,12 +79,23 @@ class Table:
         def keep(axes: Axes) -> Axes:
             return tuple(axis for axis in axes if mesh.size(axis) > 1)
 
+        return self._with_axes(keep)
+
+    def without(self, axis: str) -> Table:
+        """The same table for parameters of which ranks along `axis` have different ones: nothing is shared there."""
+
+        def left(axes: Axes) -> Axes:
+            return tuple(one for one in axes if one != axis)
+
+        return self._with_axes(left)
+
+    def _with_axes(self, chosen: Callable[[Axes], Axes]) -> Table:
         def kept(place: Place) -> Place:
-            return replace(place, shard=keep(place.shard), partial=keep(place.partial))
+            return replace(place, shard=chosen(place.shard), partial=chosen(place.partial))
 
         return replace(
             self,
-            axes=keep(self.axes),
+            axes=chosen(self.axes),
             param=kept(self.param),
             held=kept(self.held),
             grad=kept(self.grad),

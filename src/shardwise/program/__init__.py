@@ -11,11 +11,13 @@ from shardwise.program.action import (
     Moment,
     Program,
     UnitMoments,
+    update_moment,
 )
 from shardwise.program.activations import Activations, Mark
 from shardwise.program.build import (
     backward_makes,
     build_pass,
+    build_restore,
     build_step,
     drop_due,
     fills_grad,
@@ -29,13 +31,13 @@ from shardwise.program.build import (
 )
 from shardwise.program.check import check, check_step
 from shardwise.program.effects import COMPUTES, EFFECTS, Buffer, Effect, Subject, Verb, adds_in_place
-from shardwise.program.footprint import NUM_KEPT_BLOCKS, Footprint, footprint
+from shardwise.program.footprint import NUM_KEPT_BLOCKS, Footprint, HostFootprint, footprint
 from shardwise.program.matrix_exchange import Matrix, MatrixExchange, matrix_exchanges
 from shardwise.program.plan import StepProgram, plan_step
 from shardwise.program.prefetch import prefetch
 from shardwise.program.render import parse, render, shortened
 from shardwise.program.spec import FlatSpec, Trace, UnitSpec, straight_trace
-from shardwise.program.streams import overlap, serial
+from shardwise.program.streams import overlap, pipelined, serial
 from shardwise.program.update import BLOCK, OPTIMIZERS, SMALL_NUMEL, PlacedUpdate, States, Update, state_of, update_by
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "Effect",
     "FlatSpec",
     "Footprint",
+    "HostFootprint",
     "Mark",
     "Matrix",
     "MatrixExchange",
@@ -74,6 +77,7 @@ __all__ = [
     "adds_in_place",
     "backward_makes",
     "build_pass",
+    "build_restore",
     "build_step",
     "check",
     "check_step",
@@ -86,6 +90,7 @@ __all__ = [
     "norms_numel",
     "overlap",
     "parse",
+    "pipelined",
     "plan_step",
     "prefetch",
     "reduce_due",
@@ -96,6 +101,7 @@ __all__ = [
     "step_gradients",
     "straight_trace",
     "update_by",
+    "update_moment",
     "verdict_dtype",
     "verdict_numel",
 ]

@@ -15,6 +15,7 @@ Edge = Literal["before", "during", "after"]
 
 EDGES: frozenset[str] = frozenset(get_args(Edge))
 STREAMS: frozenset[str] = frozenset(get_args(Stream))
+COPYING: frozenset[str] = frozenset({"fetch", "evict"})
 ALL_FLATS = "*"
 
 
@@ -63,13 +64,19 @@ DURING_STEP = Moment("during", "step")
 AFTER_STEP = Moment("after", "step")
 
 
+def update_moment(unit: str) -> Moment:
+    """When `unit` is updated, where that is not done for all units together."""
+    return Moment("during", "step", unit)
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing that one rank does to one flat buffer. Verb and subject say which, wherever it stands.
 
     `subject` is what it acts on, `over` the mesh axis, `dtype` what the bytes are afterwards, and
     `sent_bytes` what this rank puts on the wire; of a `collect` or `hand_back`, in which ranks send
-    differently much, what the busiest one does.
+    differently much, what the busiest one does. Of a `fetch` or `evict`, for which `over` is the tier from which or to
+    which bytes go, it is what goes between that and the device.
     """
 
     verb: Verb
@@ -89,11 +96,16 @@ class Action:
     def communicates(self) -> bool:
         return self.verb in SENDING
 
+    @property
+    def copies(self) -> bool:
+        """Whether it brings bytes from one tier to another."""
+        return self.verb in COPYING
+
     def on(self, stream: Stream) -> Action:
         return replace(self, stream=stream)
 
     def cells(self) -> tuple[str, ...]:
-        sent = f"{self.sent_bytes} B" if self.communicates else ""
+        sent = f"{self.sent_bytes} B" if self.communicates or self.copies else ""
         stream = f"@{self.stream}" if self.stream != "compute" else ""
         if self.over == "-" and self.dtype == "-":
             return (self.verb, _name(self.flat), self.subject)

@@ -19,6 +19,7 @@ from shardwise.program.action import (
     Block,
     Moment,
     Program,
+    update_moment,
 )
 from shardwise.program.effects import EFFECTS, Buffer, Subject, Verb
 from shardwise.program.matrix_exchange import MatrixExchange, at, matrix_exchanges
@@ -84,19 +85,39 @@ class _There:
 def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
     """The optimizer step: gradients to where the states are, the verdict, new parameters to where they rest.
 
-    In between stands what the update itself needs of whole parameters, if it needs any.
+    In between stand the updates that are done unit by unit, off the device, each with what brings its parameters back;
+    then what the update of all others needs of whole parameters, if it needs any.
     """
     flats = [flat for unit in units for flat in unit.flats if flat.trainable]
     before = [action for flat in flats for action in step_gradients(flat)]
-    after = [action for flat in flats for action in step_parameters(flat)]
-    axes = units[0].flats[0].table.axes if units else ()
+    after = [action for flat in flats if not flat.updates_below for action in step_parameters(flat)]
+    axes: Axes = ()
     if units:
-        before += _verdict(units[0].flats[0].mesh, axes, flats)
+        mesh = units[0].flats[0].mesh
+        axes = tuple(axis for axis in mesh.replica_axes if mesh.size(axis) > 1)
+        before += _verdict(mesh, axes, flats)
     if axes and buffers_bytes:
         after.append(Action("broadcast", ALL_FLATS, "buffers", "world", "-", buffers_bytes))
     during = (*_norms(flats), *_matrices(tuple(matrix_exchanges(flats).values())))
     between = (Block(DURING_STEP, during),) if during else ()
+    between = (*build_updates(units), *between)
     return (Block(BEFORE_STEP, tuple(before)), *between, Block(AFTER_STEP, tuple(after)))
+
+
+def build_updates(units: Sequence[UnitSpec]) -> Program:
+    """The units' updates off the device, in the order in which the next forward needs them."""
+    blocks = []
+    for unit in units:
+        flats = [flat for flat in unit.flats if flat.updates_below]
+        due = [action for flat in flats for action in (Action("update", flat.name, "master"), *step_parameters(flat))]
+        if due:
+            blocks.append(Block(update_moment(unit.name), tuple(due)))
+    return tuple(blocks)
+
+
+def build_restore(units: Sequence[UnitSpec]) -> Actions:
+    """Parameters anew from what an optimizer updates, all of them: after somebody else has written to that."""
+    return tuple(action for unit in units for flat in unit.flats if flat.trainable for action in step_parameters(flat))
 
 
 def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
@@ -139,7 +160,7 @@ def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: 
 def reduce_due(flat: FlatSpec) -> Actions:
     """From what a backward produced to where gradients wait. Nothing, if they wait as they come."""
     path = _acted(flat, "grad", flat.table.fresh, flat.table.grad)
-    return path if any(action.communicates for action in path) else ()
+    return path if any(action.communicates or action.copies for action in path) else ()
 
 
 def fills_grad(flat: FlatSpec) -> bool:
@@ -156,7 +177,17 @@ def step_gradients(flat: FlatSpec) -> Actions:
 def step_parameters(flat: FlatSpec) -> Actions:
     """From what has been updated to where parameters rest."""
     acted = _acted(flat, "param", flat.table.due, flat.table.param)
-    return tuple(replace(action, subject="updated") if action.verb == "gather" else action for action in acted)
+    is_fetched = any(action.verb == "fetch" for action in acted)
+    is_cast = any(action.verb == "cast" for action in acted)
+
+    def subject(action: Action) -> Subject:
+        if action.verb == "gather":
+            return "updated"
+        if is_fetched:
+            return "outgoing" if is_cast else "updated"
+        return "param"
+
+    return tuple(replace(action, subject=subject(action)) for action in acted)
 
 
 def backward_makes(flat: FlatSpec) -> Buffer:
@@ -219,13 +250,13 @@ def _acted(flat: FlatSpec, subject: Subject, source: Place, target: Place) -> Ac
 
 
 def _action(flat: FlatSpec, subject: Subject, move: Move, shard: Iterable[str]) -> Action:
-    if move.verb in ("fetch", "evict"):
-        raise NotImplementedError(f"{flat.name}: {move} needs a tier below the device")
     action = Action(move.verb, flat.name, subject, move.over, move.dtype)
+    numel = flat.layout.span(tuple(shard), dict.fromkeys(flat.layout.order, 0)).numel
+    if action.copies:
+        return replace(action, sent_bytes=numel * WIDTH[move.dtype])
     if not action.communicates:
         return action
     axis = flat.mesh.size(move.over)
-    numel = flat.layout.span(tuple(shard), dict.fromkeys(flat.layout.order, 0)).numel
     if move.verb == "gather":
         return replace(action, sent_bytes=(axis - 1) * numel * WIDTH[move.dtype])
     rounds = 2 if move.verb == "all_reduce" else 1
@@ -257,7 +288,7 @@ def _verdict(mesh: Mesh, axes: Axes, flats: Sequence[FlatSpec]) -> list[Action]:
 def norms_axes(flats: Sequence[FlatSpec]) -> Axes:
     """The axes over which any flat buffer's states are sharded, or parameters cut: norms of parameters are summands
     there."""
-    sharded = {axis for flat in flats if flat.trainable for axis in flat.table.optim.shard}
+    sharded = {axis for flat in flats if flat.trainable for axis in (*flat.table.optim.shard, *flat.cut_axes)}
     sharded |= set(flats[0].mesh.same_params_axes) if flats else set()
     return tuple(axis for axis in flats[0].mesh.axes if axis in sharded) if flats else ()
 

@@ -34,6 +34,7 @@ _SAID: dict[Buffer, str] = {
     "sum": "sum",
     "grad": "gradient",
     "due": "gradient for the update",
+    "outgoing": "cast of what was updated",
     "given": "update",
 }
 
@@ -67,21 +68,25 @@ def check(program: Program, units: Sequence[UnitSpec], *, reduces: bool = True) 
 
 def check_step(program: Program, units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> None:
     """The same for an optimizer step. Each of its blocks does all that is demanded at its moment, and leaves nothing
-    on its way. `buffers_bytes` is that of `build_step`."""
+    on its way; what follows the update of a unit may come in a later one. `buffers_bytes` is that of `build_step`."""
     states = {flat.name: _FlatState(flat) for unit in units for flat in unit.flats}
     for state in states.values():
         state.begin_step()
     demanded = {block.moment: block for block in build_step(units, buffers_bytes=buffers_bytes)}
+    left: _Wanted = defaultdict(deque)
     for block in program:
         for action in block.actions:
             _act(block, action, states)
-        _check_all_is_done(block, demanded.pop(block.moment, Block(block.moment)))
-        for state in states.values():
+        is_of_unit = block.moment.edge == "during" and bool(block.moment.unit)
+        _add_wanted(left, demanded.pop(block.moment, Block(block.moment)))
+        _check_done(block, left, is_all=not is_of_unit and block.moment.edge != "during")
+        for state in states.values() if not is_of_unit else ():
             why = state.why_not_through(block.moment)
             if why:
                 raise ProgramError(f"{block.moment} ends, but {state.flat.name}'s {why}.")
     for block in demanded.values():
-        _check_all_is_done(Block(block.moment), block)
+        _add_wanted(left, block)
+        _check_done(Block(block.moment), left)
 
 
 def _act(block: Block, action: Action, states: Mapping[str, _FlatState]) -> None:
@@ -95,12 +100,19 @@ def _act(block: Block, action: Action, states: Mapping[str, _FlatState]) -> None
             raise ProgramError(f"{block.moment}: '{action}', but {of}{why}.")
 
 
-def _check_all_is_done(block: Block, demanded: Block) -> None:
-    """Raise unless `block` has, for each flat buffer, the actions of `demanded` in its order, waits aside."""
-    wanted: defaultdict[str, deque[Action]] = defaultdict(deque)
+_Wanted = defaultdict[str, deque[Action]]
+"""By flat buffer, what is still to be done, in its order."""
+
+
+def _add_wanted(wanted: _Wanted, demanded: Block) -> None:
     for action in demanded.actions:
         if action.effect.waits is None:
             wanted[action.flat].append(action.on("compute"))
+
+
+def _check_done(block: Block, wanted: _Wanted, *, is_all: bool = True) -> None:
+    """Raise unless what `block` does is, for each flat buffer, what is wanted next, waits aside; and all of it, if
+    `is_all`."""
     for action in block.actions:
         if action.effect.waits is not None:
             continue
@@ -109,7 +121,7 @@ def _check_all_is_done(block: Block, demanded: Block) -> None:
         want = wanted[action.flat].popleft()
         if action.on("compute") != want:
             raise ProgramError(f"{block.moment}: '{action}', but what is to be done next is '{want}'.")
-    for left in wanted.values():
+    for left in wanted.values() if is_all else ():
         if left:
             raise ProgramError(f"{block.moment}: '{left[0]}' is left out.")
 
@@ -210,8 +222,8 @@ class _FlatState:
         """Gradients wait, and parameters are about to be updated."""
         if self.flat.trainable:
             self._contents["grad" if step_gradients(self.flat) else "due"].is_there = True
-            gathers = (action for action in step_parameters(self.flat) if action.verb == "gather")
-            self._contents["param"].steps.extend(gathers)
+            steps = (action for action in step_parameters(self.flat) if action.verb in ("fetch", "gather"))
+            self._contents["param"].steps.extend(steps)
 
     def why_not_through(self, moment: Moment) -> str:
         """Whether something is missing for what comes after `moment` of a step."""
@@ -241,7 +253,8 @@ class _FlatState:
             why = self._why_not_next(action, made, effect.makes)
             if why:
                 return why
-            sources = (effect.makes,) if made.is_there else effect.reads
+            goes_on = made.is_there and effect.makes != "param"
+            sources = (effect.makes,) if goes_on else effect.reads
         why = self._why_not_now(effect, sources)
         if why:
             return why
@@ -264,7 +277,7 @@ class _FlatState:
     def _steps(self, action: Action) -> deque[Action]:
         """All steps to what `action` makes, of which it is the first."""
         match action.verb, action.subject:
-            case "gather", ("param" | "held"):
+            case (("gather" | "fetch"), ("param" | "held")):
                 return deque(gathers(self.flat, from_held=action.subject == "held"))
             case "slice", "held":
                 return deque(slices_to_hold(self.flat))

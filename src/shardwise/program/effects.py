@@ -1,4 +1,4 @@
-"""What each action does to memory: what it reads, makes, frees and sends, on which stream, on which tier.
+"""What each action does to memory: what it reads, makes, frees and sends, and on which stream.
 
 It is said here and nowhere else. `check.py` refuses a program by it, `footprint.py` counts bytes by it, `streams.py`
 places actions and their waits by it, and the runtime has one method for each entry. Another verb is another entry.
@@ -16,25 +16,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.placement import MoveVerb, Tier
+from shardwise.placement import MoveVerb
 
-OwnVerb = Literal["free", "wait", "agree", "broadcast", "collect", "orthogonalize", "hand_back"]
+OwnVerb = Literal["free", "wait", "agree", "broadcast", "update", "collect", "orthogonalize", "hand_back"]
 Verb = MoveVerb | OwnVerb
-Stream = Literal["compute", "gather", "reduce"]
+Stream = Literal["compute", "gather", "reduce", "fetch", "evict"]
 Phase = Literal["forward", "backward", "step"]
 Subject = Literal[
-    "full", "range", "param", "updated", "held", "sum", "grad", "due", "verdict", "buffers", "norms", "matrix", "update"
+    "full",
+    "range",
+    "param",
+    "updated",
+    "held",
+    "sum",
+    "grad",
+    "due",
+    "master",
+    "outgoing",
+    "verdict",
+    "buffers",
+    "norms",
+    "matrix",
+    "update",
 ]
 """What the text of an action names: for what is sent, where it comes from or what it comes to; for a wait, what is
 complete after it."""
-Buffer = Literal["param", "full", "held", "fresh", "sum", "grad", "due", "master", "given", "matrix", "staging", "work"]
+Buffer = Literal[
+    "param", "full", "held", "fresh", "sum", "grad", "due", "master", "outgoing", "given", "matrix", "staging", "work"
+]
 """Memory of one flat buffer on one rank.
 
 `param` is the range that rests here and `master` what the optimizer updates; `full` is the whole buffer, `held` what
 is kept of it until the backward; `fresh` is what a backward leaves, `sum` what a reduction has come to so far, `grad`
-what waits for the step and `due` what the update reads. `matrix` stands for the whole matrices that this rank works
-out, `given` for its pieces of those that others do. `staging` is what messages are made of, `work` what an update
-takes besides.
+what waits for the step and `due` what the update reads; `outgoing` is what has been updated on the host, in the dtype
+in which parameters rest. `matrix` stands for the whole matrices that this rank works out, `given` for its pieces of
+those that others do. `staging` is what messages are made of, `work` what an update takes besides.
+
+On which tier a buffer lies is said by the rows of the table: see `tier_of` in `spec.py`.
 """
 
 
@@ -63,8 +81,6 @@ class Effect:
     sends: bool = False
     stream: Stream = "compute"
     """On which it runs where it is not waited for at once."""
-    tier: Tier = "device"
-    """Where the buffers are that it touches."""
     awaited: tuple[Subject, Subject] | None = None
     """The subjects of its wait: where another axis is to follow, and where it is the last."""
 
@@ -83,6 +99,16 @@ def _sum(of: Buffer, to: Subject, *, cuts: bool = False, sends: bool = True) -> 
     )
 
 
+def _evict(of: Buffer, to: Subject) -> Effect:
+    """From the device to the host, at the end of what else is done to a gradient."""
+    return Effect("sum", (of,), (of,), stream="evict", awaited=("sum", to))
+
+
+def _fetch(of: Buffer, to: Buffer, awaited: tuple[Subject, Subject], consumes: tuple[Buffer, ...] = ()) -> Effect:
+    """From the host to the device."""
+    return Effect(to, (of,), consumes, stream="fetch", awaited=awaited)
+
+
 def _gather(of: Buffer, to: Buffer, awaited: tuple[Subject, Subject], consumes: tuple[Buffer, ...] = ()) -> Effect:
     """One axis of an all-gather."""
     return Effect(to, (of,), consumes, sends=True, stream="gather", awaited=awaited)
@@ -91,6 +117,7 @@ def _gather(of: Buffer, to: Buffer, awaited: tuple[Subject, Subject], consumes: 
 EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     # parameters, in a pass
     ("gather", "param"): _gather("param", "full", ("range", "full")),
+    ("fetch", "param"): _fetch("param", "full", ("range", "full")),
     ("gather", "held"): _gather("held", "full", ("range", "full"), consumes=("held",)),
     ("slice", "held"): Effect("held", reads=("full",)),
     ("free", "full"): Effect(frees=("full",)),
@@ -100,6 +127,7 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     ("reduce_scatter", "grad"): _sum("fresh", "grad", cuts=True),
     ("all_reduce", "grad"): _sum("fresh", "grad"),
     ("cast", "grad"): _sum("fresh", "grad", sends=False),
+    ("evict", "grad"): _evict("fresh", "grad"),
     ("wait", "sum"): Effect(waits="sum", frees=("staging",)),
     ("wait", "grad"): Effect(waits="sum", keeps="grad", frees=("staging",)),
     # gradients, in the step
@@ -107,6 +135,7 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
     ("all_reduce", "due"): _sum("grad", "due"),
     ("slice", "due"): _sum("grad", "due", cuts=True, sends=False),
     ("cast", "due"): _sum("grad", "due", sends=False),
+    ("evict", "due"): _evict("grad", "due"),
     ("wait", "due"): Effect(waits="sum", keeps="due", frees=("staging",)),
     ("agree", "verdict"): Effect(reads=("due",), sends=True),
     # what an update needs of whole parameters
@@ -131,6 +160,11 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
         awaited=("update", "update"),
     ),
     ("wait", "update"): Effect(waits="given", frees=("staging", "given")),
+    # the update, where it is not one for all on the device: a unit's on the host
+    ("update", "master"): Effect(reads=("due",), changes=("master",)),
+    ("cast", "outgoing"): Effect("outgoing", reads=("master",)),
+    ("fetch", "outgoing"): _fetch("outgoing", "param", ("updated", "param"), consumes=("outgoing",)),
+    ("fetch", "updated"): _fetch("master", "param", ("updated", "param")),
     # parameters, after the update
     ("cast", "param"): Effect(reads=("master",), changes=("param",)),
     ("gather", "updated"): _gather("param", "param", ("updated", "param")),

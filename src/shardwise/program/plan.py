@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardwise.program.action import Action, Block, Program
+from shardwise.program.action import Action, Program
 from shardwise.program.activations import Activations
 from shardwise.program.build import build_pass, build_step
 from shardwise.program.check import check, check_step
@@ -13,7 +13,7 @@ from shardwise.program.footprint import Footprint, footprint
 from shardwise.program.matrix_exchange import MatrixExchange, matrix_exchanges
 from shardwise.program.prefetch import prefetch
 from shardwise.program.spec import Trace, UnitSpec
-from shardwise.program.streams import overlap, pipelined
+from shardwise.program.streams import overlap, pipelined_step
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StepProgram:
 
         Ranks differ only in what whole matrices need; without `coordinate` that is the most of any rank.
         """
-        per_batch = sum(action.sent_bytes for block in self.micro_batch for action in block.actions)
+        per_batch = sum(self._sent(action, None) for block in self.micro_batch for action in block.actions)
         per_step = sum(self._sent(action, coordinate) for block in self.step for action in block.actions)
         return num_micro_batches * per_batch + per_step
 
@@ -38,7 +38,7 @@ class StepProgram:
         """The same, the most of any rank, by the mesh axis along which it goes."""
         sent: dict[str, int] = {}
         for program, times in ((self.micro_batch, num_micro_batches), (self.step, 1)):
-            for action in (action for block in program for action in block.actions if action.sent_bytes):
+            for action in (action for block in program for action in block.actions if self._sent(action, None)):
                 sent[action.over] = sent.get(action.over, 0) + times * action.sent_bytes
         return sent
 
@@ -63,7 +63,17 @@ class StepProgram:
             stages=stages,
         )
 
+    def copied_bytes(self, num_micro_batches: int = 1) -> dict[str, int]:
+        """What goes between this rank's device and tiers below it in one optimizer step: by `fetch` and `evict`."""
+        copied: dict[str, int] = {}
+        for program, times in ((self.micro_batch, num_micro_batches), (self.step, 1)):
+            for action in (action for block in program for action in block.actions if action.copies):
+                copied[action.verb] = copied.get(action.verb, 0) + times * action.sent_bytes
+        return copied
+
     def _sent(self, action: Action, coordinate: Mapping[str, int] | None) -> int:
+        if action.copies:
+            return 0
         if coordinate is None or action.verb not in ("collect", "hand_back"):
             return action.sent_bytes
         over = self.matrix_exchanges[action.flat]
@@ -91,9 +101,7 @@ def plan_step(
     budget = largest if prefetch_bytes is None else prefetch_bytes
     micro_batch = overlap(prefetch(build_pass(units, trace, training=training, reduces=reduces), full_bytes, budget))
     check(micro_batch, units, reduces=reduces)
-    step = tuple(
-        Block(block.moment, pipelined(block.actions)) for block in build_step(units, buffers_bytes=buffers_bytes)
-    )
+    step = pipelined_step(build_step(units, buffers_bytes=buffers_bytes))
     check_step(step, units, buffers_bytes=buffers_bytes)
     flats = [flat for unit in units for flat in unit.flats]
     return StepProgram(units, micro_batch, step, matrix_exchanges(flats))

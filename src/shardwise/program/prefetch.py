@@ -32,10 +32,11 @@ def prefetch(program: Program, full_bytes: Mapping[str, int], budget_bytes: int)
 
 
 def _bundles(actions: tuple[Action, ...]) -> dict[str, list[Action]]:
-    """The gathers of one block by flat buffer; several axes are several gathers, and stay together."""
+    """The gathers of one block by flat buffer. Several axes are several gathers, and they stay together, with the fetch
+    of what is gathered if there is one."""
     bundles: dict[str, list[Action]] = {}
     for action in actions:
-        if action.verb == "gather":
+        if action.verb in ("gather", "fetch"):
             bundles.setdefault(action.flat, []).append(action)
     return bundles
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.mesh import Mesh
-from shardwise.placement import WIDTH, Axes, Dtype, Layout, Table
+from shardwise.placement import WIDTH, Axes, Dtype, Layout, Table, Tier
 from shardwise.program.action import Moment
+from shardwise.program.effects import Buffer
 from shardwise.program.update import PlacedUpdate
 
 Trace = tuple[Moment, ...]
@@ -36,6 +37,13 @@ class FlatSpec:
         return Layout.of(self.numel, self.table.order, self.mesh)
 
     @cached_property
+    def cut_axes(self) -> Axes:
+        """The replica axes that the table leaves out: along them ranks have other parts of these parameters (experts),
+        and what they compute with those has been brought to them, so that there are no gradients to add up."""
+        replica_axes = self.mesh.replica_axes
+        return tuple(axis for axis in replica_axes if axis not in self.table.axes and self.mesh.size(axis) > 1)
+
+    @cached_property
     def resident(self) -> bool:
         """The parameters lie here whole between steps: there is nothing to gather or free."""
         return self.table.param == self.table.full
@@ -45,6 +53,24 @@ class FlatSpec:
         """The optimizer updates the parameter's own bytes; there is no second copy in another dtype."""
         param, optim = self.table.param, self.table.optim
         return (param.dtype, param.tier) == (optim.dtype, optim.tier)
+
+    @property
+    def updates_below(self) -> bool:
+        """Whether the update is not done on the device, and so by itself, apart from that of other units."""
+        return self.trainable and self.table.step != "device"
+
+    def tier_of(self, buffer: Buffer) -> Tier:
+        """Where `buffer` lies; of a sum, where it is until it is evicted."""
+        table = self.table
+        where: dict[str, Tier] = {
+            "param": table.param.tier,
+            "held": table.held.tier,
+            "grad": table.grad.tier,
+            "due": table.due.tier,
+            "master": table.optim.tier,
+            "outgoing": table.step,
+        }
+        return where.get(buffer, "device")
 
     def num_bytes(self, shard: Axes, dtype: Dtype) -> int:
         """Bytes of this buffer on one rank when sharded over `shard`. The same on every rank."""

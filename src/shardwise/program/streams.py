@@ -1,9 +1,9 @@
-"""Communication beside the computation, and the waits that this makes necessary."""
+"""Communication and copies beside the computation, and the waits that this makes necessary."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shardwise.errors import ProgramError
@@ -44,6 +44,39 @@ def pipelined(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     return (*due, *([waiting] if waiting else []))
 
 
+def pipelined_step(step: Program) -> Program:
+    """A step whose communication goes on beside it: within each moment, and from one unit's update to the next.
+
+    What is updated on the host is on its way to the device while the next unit is updated, and is gathered among ranks
+    while the one after that is.
+    """
+    pending: list[_Chain] = []
+    blocks = []
+    for block in step:
+        if not (block.moment.edge == "during" and block.moment.unit):
+            drained = (
+                [action for chain in pending for action in _drained(chain)] if block.moment.edge == "after" else []
+            )
+            pending = [] if drained else pending
+            blocks.append(Block(block.moment, (*drained, *pipelined(block.actions))))
+            continue
+        actions = [action for action in block.actions if action.effect.awaited is None]
+        moving = _by_flat(action for action in block.actions if action.effect.awaited is not None)
+        begun = [_Chain(deque(steps)) for steps in moving.values()]
+        for chain in (*begun, *pending):
+            actions += chain.advance()
+        pending = [chain for chain in (*pending, *begun) if chain.started is not None]
+        blocks.append(Block(block.moment, tuple(actions)))
+    return tuple(blocks)
+
+
+def _by_flat(actions: Iterable[Action]) -> dict[str, list[Action]]:
+    found: dict[str, list[Action]] = {}
+    for action in actions:
+        found.setdefault(action.flat, []).append(action)
+    return found
+
+
 def _with_waits(actions: tuple[Action, ...]) -> list[tuple[Action, Action | None]]:
     """Each action on its own stream, with the wait that it needs."""
     goes_on: set[tuple[str, Buffer | None]] = set()
@@ -75,7 +108,7 @@ def _overlap_gathers(program: Program) -> Program:
     for block in program:
         actions = [_wait(last, is_last=True) for last in _arriving(flying, block.moment)]
         for action in block.actions:
-            if action.verb != "gather":
+            if action.verb not in ("gather", "fetch"):
                 actions.append(action)
                 continue
             for unit in _possible_units(action.flat):
@@ -161,11 +194,7 @@ def _overlap_reductions(program: Program) -> Program:
 
 
 def _chains(actions: tuple[Action, ...]) -> dict[str, _Chain]:
-    chains: dict[str, _Chain] = {}
-    for action in actions:
-        if action.subject == "grad":
-            chains.setdefault(action.flat, _Chain(deque())).steps.append(action)
-    return chains
+    return {flat: _Chain(deque(steps)) for flat, steps in _by_flat(a for a in actions if a.subject == "grad").items()}
 
 
 def _drained(chain: _Chain) -> list[Action]:

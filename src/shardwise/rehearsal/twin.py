@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwise.errors import ModelError
 from shardwise.rehearsal.integers import like
-from shardwise.runtime.hooks import tensors_in
+from shardwise.runtime.nested import tensors_in
 from shardwise.storage import Flat, FlatGradients, FullState, Unit, torch_dtype
 from shardwise.telemetry import ByteMeter
 

@@ -4,8 +4,9 @@ from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffers import BufferSync
 from shardwise.runtime.compiled import check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
-from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward, tensors_in
+from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward
 from shardwise.runtime.mover import Mover
+from shardwise.runtime.nested import named_tensors, tensors_in
 from shardwise.runtime.runner import Runner, Settings
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "changed_inside",
     "check_backend",
     "in_backward",
+    "named_tensors",
     "tensors_in",
 ]

@@ -23,7 +23,7 @@ class Agreement:
         self._groups = groups
         self._coordinate = {axis: group.index for axis, group in groups.items()}
         self._boxes: dict[str, list[Box]] = {}
-        """By parameter: the parts that the ranks along the model axis have."""
+        """By parameter: the parts that the ranks along the axis that cuts it have."""
 
     def any_rank(self, flat: Flat, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
@@ -64,11 +64,11 @@ class Agreement:
                 self._collectives.all_gather(whole[span.start : span.stop], self._groups[axis], flat.name).wait()
 
     def assembled(self, flat: Flat, slot: Slot, part: Tensor) -> Tensor:
-        """The unsplit tensor, in its shape, of which each rank along the model axis has the `part` of its slot."""
+        """The unsplit tensor, in its shape, of which each rank along the axis that cuts it has its slot's `part`."""
         if slot.box is None:
             return part.view(slot.shape)
         whole = part.view(slot.shape)
-        for axis in flat.spec.mesh.same_params_axes:  # there is one
+        for axis in flat.spec.cut_axes or flat.spec.mesh.same_params_axes:  # there is one
             group = self._groups[axis]
             boxes = self._boxes_of(slot, group)
             if not any(box.is_cut for box in boxes):
@@ -79,7 +79,7 @@ class Agreement:
             self._collectives.all_gather(parts.view(-1), group, slot.name).wait()
             whole = part.new_empty(slot.whole_shape)
             for box, theirs in zip(boxes, parts, strict=True):
-                if box.place == 0:
+                if box.place == boxes[0].place:  # once each of copies
                     put_part(whole, box, theirs[: box.numel])
         return whole
 

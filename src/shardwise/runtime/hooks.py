@@ -32,8 +32,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
 from shardwise.runtime.compiled import OuterCompile
+from shardwise.runtime.nested import tensors_in
 from shardwise.storage import Flat, Unit
 
 Tensor = torch.Tensor
@@ -420,26 +421,6 @@ def _watch_outputs(output: object, open_backward: Prehook) -> bool:
 def _is_unwinding(output: object) -> bool:
     """Whether a forward hook is called because the forward raised: there is no output, and an error is handled."""
     return output is None and sys.exc_info()[0] is not None
-
-
-def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
-    """Every tensor in a nest of tuples, lists, dicts, dataclasses and plain objects."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
-        return
-    inner: object
-    if isinstance(value, dict):
-        inner = list(value.values())
-    elif isinstance(value, list | tuple | set):
-        inner = value
-    elif is_dataclass(value):
-        inner = [getattr(value, one.name) for one in fields(value)]
-    else:
-        inner = list(getattr(value, "__dict__", {}).values())
-    for item in inner:
-        yield from tensors_in(item, depth - 1)
 
 
 def changed_inside(unit: str) -> ModelError:

@@ -17,7 +17,7 @@ from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError, ProgramError
 from shardwise.placement import Axes, Span
 from shardwise.program import Action, adds_in_place, reduce_due, step_gradients
-from shardwise.storage import Flat, FreshGradients, FullState, torch_dtype
+from shardwise.storage import Copy, Flat, FreshGradients, FullState, torch_dtype
 
 Tensor = torch.Tensor
 
@@ -38,6 +38,8 @@ class Mover:
         self._parts_of_full: dict[Axes, Tensor] = {}
         self._spread: Axes = ()
         self._arriving: Work | None = None
+        self._outgoing: Tensor | None = None
+        """On the host, the cast of what was updated there, while it is fetched."""
         self._reduction: _Reduction | None = None
         self._chain = reduce_due(flat.spec)
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
@@ -55,6 +57,15 @@ class Mover:
     def gather_param(self, action: Action) -> None:
         """Start to make `full` whole over one axis, from what rests."""
         self._gather(action.over, self.flat.param, self.flat.spec.table.param.shard)
+
+    def fetch_param(self, _: Action) -> None:
+        """Start to bring what rests on the host to its place in `full`."""
+        flat = self.flat
+        if flat.state is not FullState.ABSENT:
+            return
+        self._spread = flat.spec.table.param.shard
+        flat.allocate_full()
+        self._arriving = flat.reading = flat.host.fetch(self._part_of_full(self._spread), flat.param)
 
     def gather_held(self, action: Action) -> None:
         """The same from what is held; from what rests, if nothing is."""
@@ -128,6 +139,29 @@ class Mover:
     def cast_param(self, _: Action) -> None:
         self.flat.accept_master()
 
+    def cast_outgoing(self, _: Action) -> None:
+        """What has been updated on the host, as it is to travel."""
+        master, dtype = self._updated(), torch_dtype(self.flat.spec.table.param.dtype)
+        self._outgoing = self.flat.host.buffer(master.numel(), dtype)
+        self._outgoing.copy_(master)
+
+    def fetch_outgoing(self, _: Action) -> None:
+        """Start to bring that to where parameters rest."""
+        assert self._outgoing is not None
+        self._bring(self._outgoing)
+
+    def fetch_updated(self, _: Action) -> None:
+        """The same of what has been updated as it is."""
+        self._bring(self._updated())
+
+    def _updated(self) -> Tensor:
+        assert self.flat.master is not None
+        return self.flat.master
+
+    def _bring(self, source: Tensor) -> None:
+        span = self.flat.optim_span.within(self.flat.param_span)
+        self._arriving = self.flat.reading = self.flat.host.fetch(self.flat.param[span.start : span.stop], source)
+
     def gather_updated(self, action: Action) -> None:
         """Start to bring updated parameters to where they rest, from the ranks that updated them."""
         table = self.flat.spec.table
@@ -143,9 +177,16 @@ class Mover:
     def wait_updated(self, _: Action) -> None:
         """A larger range of what rests is up to date."""
         self._wait_arriving()
+        self._let_outgoing_go()
 
     def wait_param(self, _: Action) -> None:
         self._wait_arriving()
+        self._let_outgoing_go()
+
+    def _let_outgoing_go(self) -> None:
+        outgoing, self._outgoing = self._outgoing, None
+        if outgoing is not None:
+            self.flat.host.give_back(outgoing, self.flat.reading)
 
     # -- gradients: `grad` from what a backward left, `due` in the step from what has waited for it ----------
 
@@ -179,12 +220,19 @@ class Mover:
         reduction = self._sum(action)
         reduction.finish(reduction.current.to(self._dtype_of(action, reduction)))
 
+    def evict_grad(self, action: Action) -> None:
+        """Start to bring a sum to the host."""
+        reduction, host = self._sum(action), self.flat.host
+        out = host.buffer(reduction.current.numel(), reduction.current.dtype)
+        reduction.leave(out, host.evict(out, reduction.current))
+
     def slice_due(self, action: Action) -> None:
         """Every rank has the sum, and updates its own part."""
         reduction, group = self._sum(action), self._groups[action.over]
         reduction.finish(reduction.current.chunk(len(group.ranks))[group.index].clone())
 
     reduce_scatter_due, all_reduce_due, cast_due = reduce_scatter_grad, all_reduce_grad, cast_grad
+    evict_due = evict_grad
 
     def wait_sum(self, _: Action) -> None:
         """A sum over some of the axes is there."""
@@ -194,12 +242,16 @@ class Mover:
     def wait_grad(self, _: Action) -> None:
         """The gradient of one more backward waits for the step."""
         if self._reduction is not None:
-            self.flat.grads.keep_grad(self._ended(self._reduction))
+            reduction = self._reduction
+            self.flat.grads.keep_grad(self._ended(reduction), reduction.landing)
 
     def wait_due(self, _: Action) -> None:
         """The update can read its gradient."""
         if self._reduction is not None:
-            self.flat.grads.keep_due(self._ended(self._reduction))
+            reduction = self._reduction
+            due = self._ended(reduction)
+            reduction.land()
+            self.flat.grads.keep_due(due)
 
     def _sum(self, action: Action) -> _Reduction:
         """What gradients have been summed to so far; at first, where the action's subject has them from."""
@@ -254,6 +306,8 @@ class Mover:
             with suppress(CommError):
                 self._reduction.wait()
             self._reduction.release()
+            if self._reduction.landing is not None:
+                self.flat.host.give_back(self._reduction.current, self._reduction.landing)
             self._reduction = None
         self._spread = ()
         if self.flat.state is FullState.GATHERING:
@@ -297,6 +351,8 @@ class _Reduction:
         self._staging_bytes = 0
         self._is_replaced = False
         """Whether what is on its way takes the place of `current`, byte for byte."""
+        self.landing: Copy | None = None
+        """What has brought `current` to the host, where its memory is counted."""
         self.num_started = 0
 
     def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
@@ -308,6 +364,18 @@ class _Reduction:
         self._meter.hold("working", staging_bytes)
         self._next, self._work, self._staging_bytes = out, work, staging_bytes
         self.num_started += 1
+
+    def leave(self, out: Tensor, landing: Copy) -> None:
+        """`out`, on the host, is what comes of it."""
+        self._next = out
+        self._work = self.landing = landing
+        self._staging_bytes, self._is_replaced = 0, False
+        self.num_started += 1
+
+    def land(self) -> None:
+        """Block until it is on the host, if that is where it goes."""
+        if self.landing is not None:
+            self.landing.land()
 
     def wait(self) -> None:
         if self._work is None or self._next is None:
@@ -329,4 +397,5 @@ class _Reduction:
 
     def release(self) -> None:
         """From here on whoever takes `current` counts its bytes."""
-        self._meter.drop("working", self._flat.grads.bytes_beside_grad_buffer(self.current))
+        if self.landing is None:
+            self._meter.drop("working", self._flat.grads.bytes_beside_grad_buffer(self.current))

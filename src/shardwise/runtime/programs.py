@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.program import Moment, StepProgram, Trace, UnitSpec, plan_step, straight_trace
+from shardwise.program import (
+    AFTER_STEP,
+    Block,
+    Moment,
+    StepProgram,
+    Trace,
+    UnitSpec,
+    build_restore,
+    pipelined,
+    plan_step,
+    straight_trace,
+)
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.script import LONGEST_TRACE, Script
 
@@ -21,6 +32,19 @@ class Programs:
         self.program = self._planned(straight_trace(self.specs))
         """The training step."""
         self.step = self._bound_step()
+        self._restore = executor.bind((Block(AFTER_STEP, pipelined(build_restore(self.specs))),))[0]
+
+    @property
+    def restore(self) -> BoundBlock:
+        """What brings parameters anew from what the optimizer updates, wherever that lies."""
+        is_of_units = any(moment.unit for moment in self.step)
+        return self._restore if is_of_units else self.step[AFTER_STEP]
+
+    def update_units(self) -> None:
+        """Run the updates that are done unit by unit."""
+        for moment, block in self.step.items():
+            if moment.unit:
+                block.run()
 
     @property
     def trace(self) -> Trace:

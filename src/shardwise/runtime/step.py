@@ -60,6 +60,10 @@ class Step:
             self._gathering.run(None, unit.moments.after_backward, unit, self._passes.current)
         self._gathering.free_all()
 
+    def update_units(self) -> None:
+        """The updates that are done before the optimizer's own step: unit by unit, with the parameters' way back."""
+        self._programs.update_units()
+
     def during(self) -> None:
         """What the update needs of whole parameters, if it needs any."""
         if DURING_STEP in self._programs.step:
@@ -69,7 +73,8 @@ class Step:
         """New parameters to where they rest."""
         self._executor.journal.num_backwards = 0
         self._executor.journal.note(None)
-        self.restore_params()
+        self._programs.step[AFTER_STEP].run()
+        self.close_params()
         self._executor.rest(keeps_some=self._keeps_memory)
 
     def open_params(self) -> None:
@@ -79,7 +84,7 @@ class Step:
 
     def restore_params(self) -> None:
         """Parameters anew from the master weights, which have been written."""
-        self._programs.step[AFTER_STEP].run()
+        self._programs.restore.run()
         self.close_params()
 
     def close_params(self) -> None:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.comm import Line
 from shardwise.errors import ModelError, StateError
 from shardwise.sequence.blocks import Weighing
 from shardwise.sequence.layout import Layout
-from shardwise.sequence.line import Line
 from shardwise.sequence.ring import ring_attention
 from shardwise.sequence.ulysses import ulysses_attention
 from shardwise.sequence.visibility import Visibility

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardwise.comm import Line, require_same_batch
 from shardwise.errors import ConfigError
 from shardwise.sequence.attention import Sample
 from shardwise.sequence.hugging_face import pretrained_in, takes_shifted_labels
 from shardwise.sequence.layout import Layout
-from shardwise.sequence.line import Line
 
 Tensor = torch.Tensor
 IGNORED = -100
@@ -81,7 +79,7 @@ class Splitter:
                 f"engine.split_sequence cuts dimension 1 of every tensor, which has {num_tokens} tokens in the first "
                 f"and not in {', '.join(odd)}. Keep what is not by token out of it."
             )
-        self._check_same({**named, **_maybe(documents=documents)})
+        require_same_batch({**named, **_maybe(documents=documents)}, self._line)
         self._require_no_padding(num_tokens, ", ".join(named))
         layout = Layout(num_tokens, self._line.num_ranks, self._is_zigzag)
         sample = Sample(layout, _checked_documents(documents, tensors[0]))
@@ -91,7 +89,7 @@ class Splitter:
 
     def _split_mapping(self, batch: dict[str, Any], documents: Tensor | None) -> tuple[dict[str, Any], Sample]:
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        self._check_same({**tensors, **_maybe(documents=documents)})
+        require_same_batch({**tensors, **_maybe(documents=documents)}, self._line)
         num_tokens = _num_tokens(tensors)
         first = tensors.get("input_ids", tensors.get("inputs_embeds", next(iter(tensors.values()))))
         mask = batch.pop("attention_mask", None)
@@ -175,20 +173,6 @@ class Splitter:
                 f"{multiple}, or give a dict of {', '.join(_PADDING)} and attention_mask."
             )
 
-    def _check_same(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise `ConfigError` on all ranks of the line unless they gave the same."""
-        mine = {name: _digest(tensor) for name, tensor in tensors.items()}
-        told = [json.loads(message) for message in self._line.tell(json.dumps(mine).encode())]
-        other = next((place for place, theirs in enumerate(told) if theirs != told[0]), None)
-        if other is None:
-            return
-        names = sorted(name for name in {*told[0], *told[other]} if told[0].get(name) != told[other].get(name))
-        raise ConfigError(
-            f"Ranks {self._line.ranks[0]} and {self._line.ranks[other]} share in one sequence (axis "
-            f"{self._line.axis!r}), but gave engine.split_sequence other samples: {', '.join(names)} differ. Give both "
-            f"the same whole batch: deal batches out by engine.data_ranks, and split each once."
-        )
-
 
 def _num_tokens(tensors: Mapping[str, Tensor]) -> int:
     order = sorted(tensors, key=lambda name: name not in ("input_ids", "inputs_embeds"))
@@ -217,13 +201,6 @@ def _documents_of(positions: Tensor, batch_size: int) -> Tensor | None:
     if not bool(steps.any()):
         return None
     return functional.pad(steps.cumsum(1), (1, 0)).expand(batch_size, -1)
-
-
-def _digest(tensor: Tensor) -> str:
-    """A short text, equal for equal values of one shape and dtype."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    values = hashlib.blake2b(data, digest_size=8).hexdigest()
-    return f"{tensor.dtype} {list(tensor.shape)} {values}"
 
 
 def _maybe(**tensors: Tensor | None) -> dict[str, Tensor]:

@@ -19,17 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm import World
+from shardwise.comm import Line, World
 from shardwise.config import Plan
 from shardwise.errors import ModelError, StateError
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.runtime import in_backward
-from shardwise.runtime.hooks import tensors_in
+from shardwise.runtime.nested import tensors_in
 from shardwise.sequence import hugging_face
 from shardwise.sequence.attention import Attention, Sample
 from shardwise.sequence.batch import Splitter
 from shardwise.sequence.check import is_ring
-from shardwise.sequence.line import Line
 from shardwise.sequence.routing import Routing
 
 Tensor = torch.Tensor
@@ -82,7 +81,7 @@ class SequenceParallel:
         if counted is not None:
             values = values.masked_fill(~counted, 0.0)
         here = counted.sum() if counted is not None else torch.tensor(values.numel(), device=values.device)
-        share = self._line.num_ranks / self._line.total(here)
+        share = self._line.num_ranks / self._line.sum(here)
         return values.sum() * share.to(values.dtype)
 
     @contextmanager

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardwise.comm import Line, Passing
 from shardwise.sequence.blocks import Weighing, wide
 from shardwise.sequence.fused import attending, gradients
 from shardwise.sequence.layout import Layout, Run
-from shardwise.sequence.line import Line, Passing
 from shardwise.sequence.visibility import Visibility
 
 Tensor = torch.Tensor

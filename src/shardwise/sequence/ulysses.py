@@ -14,10 +14,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.sequence.blocks import Weighing
 from shardwise.sequence.layout import Layout
-from shardwise.sequence.line import Line
 from shardwise.sequence.ring import ring_attention
 from shardwise.sequence.visibility import Visibility
 

@@ -5,6 +5,7 @@ from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import AtRest, Flat, FullState, is_at_rest
 from shardwise.storage.fresh import FreshGradients
 from shardwise.storage.gradients import FlatGradients
+from shardwise.storage.host_memory import Copied, Copy, HostMemory
 from shardwise.storage.memory import is_dense, on_host
 from shardwise.storage.overlap import agrees, copy_into, may_overlap
 from shardwise.storage.select import UnitChoice, choose_units
@@ -14,10 +15,13 @@ from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
     "AtRest",
+    "Copied",
+    "Copy",
     "Flat",
     "FlatGradients",
     "FreshGradients",
     "FullState",
+    "HostMemory",
     "LabelledTable",
     "Unit",
     "UnitChoice",

@@ -23,10 +23,11 @@ import torch
 
 from shardwise.comm import SharedBuffer
 from shardwise.placement import Slot, Span
-from shardwise.program import FlatSpec
+from shardwise.program import Buffer, FlatSpec
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.grad_buffer import Memory, OwnMemory
 from shardwise.storage.gradients import FlatGradients
+from shardwise.storage.host_memory import Copied, Copy, HostMemory
 from shardwise.storage.releasable import Releasable, releasable
 from shardwise.telemetry import ByteMeter
 
@@ -96,6 +97,8 @@ class Flat:
         self.memory: Memory = self.own_memory
         """For what is sent from where it lies: parameters that are updated in parts."""
         self.grads = FlatGradients(spec, self.slots, coordinate, meter, device)
+        self.reading: Copy = Copied()
+        """The copy that was last to read what rests on the host: `land` before that is written to."""
         self._plain_types: tuple[type, ...] = ()
         self._resting_types: tuple[type, ...] = ()
         self.is_resting = False
@@ -113,6 +116,19 @@ class Flat:
     def send_from(self, memory: Memory) -> None:
         """What is sent from where it lies is to lie in `memory`. Said before the first values."""
         self.memory = self.grads.memory = memory
+
+    def keep_below(self, host: HostMemory) -> None:
+        """Rows on the host are to lie in `host`. Said before the first values."""
+        self.grads.host = host
+
+    @property
+    def host(self) -> HostMemory:
+        """The host's memory, which there is where the table has a row there."""
+        return self.grads.require_host()
+
+    def land(self) -> None:
+        """Block until no copy reads what rests on the host."""
+        self.reading.land()
 
     # -- birth ------------------------------------------------------------------------------------------
 
@@ -175,16 +191,23 @@ class Flat:
             self.param = self.full
         elif self._bytes_of_full is not None:
             self._bytes_of_full.free()
-            self.param = torch.zeros(self.param_span.numel, dtype=compute, device=self.device)
-        self.meter.hold("param", self.param.nbytes)
+            self.param = self._resting("param", self.param_span.numel, compute)
+        if self.spec.tier_of("param") == "device":
+            self.meter.hold("param", self.param.nbytes)
         if self.spec.trainable:
             if self.spec.master_is_param:
                 self.master = _part(self.param, self.optim_span.within(self.param_span))
             else:
-                dtype = torch_dtype(table.optim.dtype)
-                self.master = torch.zeros(self.optim_span.numel, dtype=dtype, device=self.device)
-                self.meter.hold("optim", self.master.nbytes)
+                self.master = self._resting("master", self.optim_span.numel, torch_dtype(table.optim.dtype))
+                if self.spec.tier_of("master") == "device":
+                    self.meter.hold("optim", self.master.nbytes)
         return views
+
+    def _resting(self, buffer: Buffer, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory of zeros for a row, on its tier; the host's counts its own."""
+        if self.spec.tier_of(buffer) == "device":
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        return self.host.zeros(numel, dtype, "param" if buffer == "param" else "optim")
 
     @property
     def kept_dtype(self) -> torch.dtype:
@@ -233,6 +256,7 @@ class Flat:
 
     def accept_master(self) -> None:
         """Cast what the optimizer has updated into the range of `param` that it came from."""
+        self.land()
         if self.master is not None and not self.spec.master_is_param:
             _part(self.param, self.optim_span.within(self.param_span)).copy_(self.master)
 
@@ -241,6 +265,7 @@ class Flat:
 
         What is the same to the precision of `values` keeps the precision in which it is kept.
         """
+        self.land()
         span = self.slots[index].span
         if self.spec.resident:
             _part(self.full, span).copy_(values)
@@ -249,7 +274,7 @@ class Flat:
             _part(self.param, mine.within(self.param_span)).copy_(_part(values, mine.within(span)))
         if self.master is not None and not self.spec.master_is_param:
             master, mine = self.master_piece(index)
-            edited = _part(values, mine)
+            edited = _part(values, mine).to(master.device)
             master.copy_(torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
 
     # -- parameters at rest -----------------------------------------------------------------------------
@@ -285,6 +310,7 @@ class Flat:
         """This rank's elements of parameter `index`, as a view of `master`, and which of its elements they are."""
         if self.master is None:
             raise ValueError(f"{self.slots[index].name} is frozen and has no master weights")
+        self.land()
         mine = self.slots[index].span.overlap(self.optim_span)
         return _part(self.master, mine.within(self.optim_span)), mine.within(self.slots[index].span)
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardwise.placement import Slot, Span
-from shardwise.program import FlatSpec, fills_grad, reduce_due
+from shardwise.program import Buffer, FlatSpec, fills_grad, reduce_due
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.fresh import FreshGradients, place
 from shardwise.storage.grad_buffer import GradBuffer, Memory, OwnMemory
+from shardwise.storage.host_memory import Copied, Copy, HostMemory
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
@@ -47,6 +48,10 @@ class FlatGradients:
         self._slots = tuple(slots)
         self._meter = meter
         self._device = device
+        self.host: HostMemory | None = None
+        """Where what waits on the host lies; given before the first backward, if the table has a row there."""
+        self._landing: Copy = Copied()
+        """What brings `grad` to the host."""
         self._due_span = spec.layout.span(spec.table.optim.shard, coordinate)
         self._arrived: set[int] = set()
         """Parameters whose gradient of the backward that runs has come."""
@@ -61,7 +66,7 @@ class FlatGradients:
         self._wire = torch_dtype(table.wire)
         self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
         self._scale = 1.0
-        for axis in table.axes:
+        for axis in spec.mesh.replica_axes:  # those of experts have seen the tokens of every rank along `cut_axes`
             self._scale /= spec.mesh.size(axis)
         self._factor = _factor(self._scale, torch_dtype(table.compute))
         grad_dtype = torch_dtype(table.grad.dtype)
@@ -170,13 +175,18 @@ class FlatGradients:
         """What `tensor` takes besides that."""
         return 0 if self.is_in_grad_buffer(tensor) else tensor.nbytes
 
-    def keep_grad(self, reduced: Tensor) -> None:
-        """Add a micro-batch's reduced gradient to what waits for the step."""
+    def keep_grad(self, reduced: Tensor, landing: Copy | None = None) -> None:
+        """Add a micro-batch's reduced gradient to what waits for the step. On the host it comes by `landing`."""
         if self.grad is None:
             self.grad = reduced
-            self._meter.hold("grad", self.bytes_beside_grad_buffer(reduced))
-        else:
-            self.grad.add_(reduced)
+            self._landing = landing or Copied()
+            self._hold("grad", "grad", reduced)
+            return
+        self._landing.land()
+        if landing is not None:
+            landing.land()
+        self.grad.add_(reduced)
+        self._let_go("grad", reduced)
 
     def take_grad(self) -> Tensor | None:
         """Hand over what has waited for the step; from here on it is the caller's."""
@@ -185,7 +195,8 @@ class FlatGradients:
             return fresh.memory if fresh is not None else None
         grad, self.grad = self.grad, None
         if grad is not None:
-            self._meter.drop("grad", self.bytes_beside_grad_buffer(grad))
+            self._landing.land()
+            self._drop("grad", "grad", grad)
         return grad
 
     @property
@@ -197,14 +208,40 @@ class FlatGradients:
         """What the update will read. A second one before the update is added to the first."""
         if self.due is None:
             self.due = due
-            self._meter.hold(self._kind_of_due, self.bytes_beside_grad_buffer(due))
+            self._hold("due", self._kind_of_due, due)
         else:
             self.due.add_(due)
+            self._let_go("due", due)
 
     def make_due(self) -> None:
         """A gradient of zeros for the update to read, where there is none."""
-        dtype = torch_dtype(self.spec.table.due.dtype)
-        self.keep_due(torch.zeros(self._due_span.numel, dtype=dtype, device=self._device))
+        dtype, numel = torch_dtype(self.spec.table.due.dtype), self._due_span.numel
+        if self._is_below("due"):
+            self.keep_due(self.require_host().buffer(numel, dtype).zero_())
+        else:
+            self.keep_due(torch.zeros(numel, dtype=dtype, device=self._device))
+
+    def require_host(self) -> HostMemory:
+        """The host's memory, which there is where the table has a row there."""
+        assert self.host is not None
+        return self.host
+
+    def _is_below(self, buffer: Buffer) -> bool:
+        return self.spec.tier_of(buffer) != "device"
+
+    def _hold(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
+        """Count what lies on the device; the host's memory counts its own."""
+        if not self._is_below(buffer):
+            self._meter.hold(kind, self.bytes_beside_grad_buffer(tensor))
+
+    def _drop(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
+        if not self._is_below(buffer):
+            self._meter.drop(kind, self.bytes_beside_grad_buffer(tensor))
+
+    def _let_go(self, buffer: Buffer, tensor: Tensor) -> None:
+        """Nobody reads `tensor` any more."""
+        if self._is_below(buffer):
+            self.require_host().give_back(tensor)
 
     def due_piece(self, index: int) -> Tensor | None:
         """What the update reads of parameter `index`: this rank's elements of it; `None` if there is no gradient."""
@@ -220,9 +257,12 @@ class FlatGradients:
     def drop(self) -> None:
         """Forget every gradient, wherever it waits."""
         self.close_fresh()
-        self.take_grad()
+        grad = self.take_grad()
+        if grad is not None:
+            self._let_go("grad", grad)
         if self.due is not None:
-            self._meter.drop(self._kind_of_due, self.bytes_beside_grad_buffer(self.due))
+            self._drop("due", self._kind_of_due, self.due)
+            self._let_go("due", self.due)
             self.due = None
         if self._grad_buffer is not None:
             self._grad_buffer.leave()

@@ -39,9 +39,9 @@ class UnitChoice:
     boxes: Mapping[nn.Parameter, Box] = field(default_factory=dict)
 
     def slots(self, named: Iterable[tuple[str, nn.Parameter]]) -> tuple[Slot, ...]:
-        """Places in a flat buffer for some of the parameters, one after the other."""
+        """Places in a flat buffer for some of the parameters, one after the other; all of them have boxes, or none."""
         laid = list(named)
-        if not self.boxes:
+        if not any(param in self.boxes for _, param in laid):
             return pack((name, tuple(param.shape)) for name, param in laid)
         return pack_boxes((name, self.boxes[param]) for name, param in laid)
 

@@ -22,7 +22,8 @@ def share(flats: Iterable[Flat], collectives: Buffers, mesh: Mesh, rank: int) ->
     by_axes: dict[Axes, list[Flat]] = defaultdict(list)
     for flat in flats:
         flat.send_from(collectives)
-        if shard := flat.spec.table.param.shard:
+        shard = flat.spec.table.param.shard
+        if shard and flat.spec.tier_of("param") == "device":
             by_axes[shard].append(flat)
     found = []
     for axes, sharded in by_axes.items():

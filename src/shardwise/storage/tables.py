@@ -11,7 +11,16 @@ from torch import nn
 from shardwise.config import Plan, Rule
 from shardwise.errors import ConfigError, nearest
 from shardwise.mesh import Mesh
-from shardwise.placement import Table, resident_table, ruled_tables, table_for
+from shardwise.placement import (
+    Table,
+    check_offload,
+    resident_table,
+    ruled_tables,
+    share_of_last,
+    table_for,
+    with_update_on_host,
+)
+from shardwise.storage.select import choose_units
 
 SMALL = "small"
 
@@ -40,7 +49,23 @@ def tables_for(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, L
             rows[param] = small if param.numel() < plan.resident_below else common
     for unused in set(ruled) - used:
         raise _fits_nothing(unused, plan.rules[unused], model, owners)
-    return rows
+    return _offloaded(rows, model, plan, mesh) if plan.offload.optim or plan.offload.param else rows
+
+
+def _offloaded(
+    rows: dict[nn.Parameter, LabelledTable], model: nn.Module, plan: Plan, mesh: Mesh
+) -> dict[nn.Parameter, LabelledTable]:
+    """The same with the units on the host that are the plan's share of the model, by elements that are trained."""
+    check_offload(plan, mesh)
+    units = choose_units(model, plan)
+    sizes = [sum(param.numel() for param in unit.params.values() if param.requires_grad) for unit in units]
+    updated, resting = (share_of_last(sizes, share) for share in (plan.offload.optim, plan.offload.param))
+    changed = dict(rows)
+    for place in updated:
+        for param in units[place].params.values():
+            row = rows[param]
+            changed[param] = LabelledTable(row.label, with_update_on_host(row.table, params=place in resting))
+    return changed
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -90,7 +90,8 @@ def unit_spec(
         name, table = kind.name(choice.name), kind.row.table.on(mesh)
         placed = _placed(slots, named, updates)
         stays_whole = table.param == table.full and bool(table.axes)
-        keeps_grad_buffer = on_cpu and kind.trainable and stays_whole  # [Note: gradient buffers]
+        waits_here = table.grad.tier == "device"
+        keeps_grad_buffer = on_cpu and kind.trainable and stays_whole and waits_here  # [Note: gradient buffers]
         flats.append(FlatSpec(name, numel, len(slots), table, mesh, kind.trainable, placed, keeps_grad_buffer))
     return UnitSpec(choice.name, tuple(flats))
 

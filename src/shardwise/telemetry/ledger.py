@@ -24,13 +24,19 @@ class Ledger:
 
 
 class ByteMeter:
-    """Bytes held now and at most, by kind: `param`, `grad`, `optim`, `working`."""
+    """Bytes held now and at most, by kind: `param`, `grad`, `optim`, `working`. Those on other tiers than the device
+    are counted apart, by a meter of their own (`on`)."""
 
     def __init__(self) -> None:
+        self._below: dict[str, ByteMeter] = {}
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self.peak_total = 0
         self._total = 0
+
+    def on(self, tier: str) -> ByteMeter:
+        """The meter of what lies on `tier`."""
+        return self if tier == "device" else self._below.setdefault(tier, ByteMeter())
 
     def hold(self, kind: str, num_bytes: int) -> None:
         held = self.now[kind] + num_bytes
@@ -48,3 +54,5 @@ class ByteMeter:
     def reset_peak(self) -> None:
         self.peak = self.now.copy()
         self.peak_total = self._total
+        for below in self._below.values():
+            below.reset_peak()

@@ -1,6 +1,7 @@
 """Tensor parallelism: modules cut along one dimension, by ranks that share each sample (arXiv:1909.08053)."""
 
 from shardwise.tensor.design import split_for
+from shardwise.tensor.first_batch import FirstBatch
 from shardwise.tensor.functions import (
     copy_to,
     gather_from,
@@ -10,20 +11,17 @@ from shardwise.tensor.functions import (
     scatter_to,
 )
 from shardwise.tensor.generators import Generators, draws
-from shardwise.tensor.line import Line
 from shardwise.tensor.loss import cross_entropy
 from shardwise.tensor.regions import Regions
-from shardwise.tensor.same_batch import SameBatch
 from shardwise.tensor.shares import AXIS
 from shardwise.tensor.split import Split
 from shardwise.tensor.verify import Verifier
 
 __all__ = [
     "AXIS",
+    "FirstBatch",
     "Generators",
-    "Line",
     "Regions",
-    "SameBatch",
     "Split",
     "Verifier",
     "copy_to",

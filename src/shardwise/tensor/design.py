@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from torch import nn
 
 from shardwise.config import Plan
 from shardwise.errors import ModelError
-from shardwise.tensor.forwards import RegionEntry, SequenceEdge, Summed
+from shardwise.placement import Span
+from shardwise.tensor.adapters import BASE, dropouts
+from shardwise.tensor.forwards import Drawn, OwnHeads, RegionEntry, SequenceEdge, Summed
 from shardwise.tensor.loss import CausalLoss
-from shardwise.tensor.rules import Cut, cuts_for, divided, head_of
+from shardwise.tensor.rules import Cut, by_head, cuts_for, divided, head_of
 from shardwise.tensor.shares import AXIS, deal
 from shardwise.tensor.split import Split
 from shardwise.tensor.styles import STYLES
 
 
-def split_for(model: nn.Module, plan: Plan, place: int, num_ranks: int) -> Split:
-    """How `model` is cut for the rank at `place` of `num_ranks` along the axis.
+def split_for(model: nn.Module, plan: Plan, place: int, num_ranks: int, apart: Collection[str] = ()) -> Split:
+    """How `model` is cut for the rank at `place` of `num_ranks` along the axis. Modules of the names `apart` are left
+    alone by the model's own plan.
 
     Raises `ConfigError` or `ModelError` for what cannot be cut so, before anything is changed.
     """
     names = {param: name for name, param in model.named_parameters()}
     split = Split(place, num_ranks, names=names, modules=dict(model.named_modules()))
-    cuts = cuts_for(model, plan.tensor)
+    cuts = cuts_for(model, plan.tensor, apart)
     if plan.tensor.sequence:
         split.blocks = _blocks(cuts)
     for cut in cuts:
@@ -33,7 +36,10 @@ def split_for(model: nn.Module, plan: Plan, place: int, num_ranks: int) -> Split
         split.attributes.append((model, "loss_function", CausalLoss(head_of(model)[1])))
     if split.blocks:
         _cut_sequence(split, cuts)
-    heads_of_rank = _dealt_heads(model, plan, num_ranks)
+    _draw_before_adapters(split, cuts)
+    heads_of_rank = _dealt_heads(cuts, num_ranks)
+    for path, module, argument in by_head(model, plan.tensor):
+        _give_own_heads(split, path, module, argument, heads_of_rank)
     for path, module, name in divided(model, plan.tensor):
         split.attributes.append((module, name, _divided(path, name, getattr(module, name), split, heads_of_rank)))
     return split
@@ -87,13 +93,36 @@ def _cut_sequence(split: Split, cuts: Sequence[Cut]) -> None:
         split.forwards.append((blocks[index], partial(SequenceEdge, blocks[index], **edges)))
 
 
-def _dealt_heads(model: nn.Module, plan: Plan, num_ranks: int) -> dict[str, Sequence[int]]:
+def _draw_before_adapters(split: Split, cuts: Sequence[Cut]) -> None:
+    """Dropout before an adapter: of a column module it is on what all ranks have, of a row module on each rank's own
+    features, and both may come when the base has opened or closed a region."""
+    for cut in cuts:
+        if cut.wrapper and cut.path == f"{cut.wrapper}.{BASE}":
+            for dropout in dropouts(split.modules[cut.wrapper]):
+                split.forwards.append((dropout, partial(Drawn, dropout, in_common=cut.style != "row")))
+
+
+def _give_own_heads(
+    split: Split, path: str, module: nn.Module, argument: str, heads_of_rank: dict[str, Sequence[int]]
+) -> None:
+    if split.blocks:
+        raise ModelError(
+            f"{path} takes {argument}, which has heads, so tensor.sequence does not know its input. Leave "
+            f"tensor.sequence out of the plan."
+        )
+    sizes = heads_of_rank[path]
+    start = sum(sizes[: split.place])
+    own = Span(start, start + sizes[split.place])
+    split.forwards.append((module, partial(OwnHeads, module, argument=argument, own=own, num_heads=sum(sizes))))
+
+
+def _dealt_heads(cuts: Sequence[Cut], num_ranks: int) -> dict[str, Sequence[int]]:
     """Heads of each rank, by the attention module that has them."""
     dealt: dict[str, Sequence[int]] = {}
-    for cut in cuts_for(model, plan.tensor):
+    for cut in cuts:
         if cut.heads is not None and cut.style == "column":
             shares = deal(Cut(cut.path, cut.module, cut.style, 1, cut.heads, cut.groups), cut.heads, num_ranks)
-            dealt.setdefault(cut.path.rpartition(".")[0], shares.sizes)
+            dealt.setdefault(cut.parent, shares.sizes)
     return dealt
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.placement import Span
 from shardwise.runtime.hooks import in_backward
 from shardwise.tensor.functions import apply as _apply
 from shardwise.tensor.functions import copy_to, gather_from, reduce_from, scatter_to
-from shardwise.tensor.line import Line
 from shardwise.tensor.regions import Regions
 
 Tensor = torch.Tensor
@@ -151,6 +151,36 @@ class Summed(Forward):
         own = {name: copy_to(param, self.line) for name, param in self.module._parameters.items() if param is not None}
         with swapped(self.module, own):
             return self.original(*args, **kwargs)
+
+
+class OwnHeads(Forward):
+    """An attention module that is given `argument`, `[batch * heads, ...]`: it gets the part of its own heads."""
+
+    def __init__(self, *given: Any, argument: str, own: Span, num_heads: int) -> None:
+        super().__init__(*given)
+        self.argument, self.own, self.num_heads = argument, own, num_heads
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        whole = kwargs.get(self.argument)
+        if isinstance(whole, Tensor):
+            by_head = whole.view(-1, self.num_heads, *whole.shape[1:])
+            kwargs[self.argument] = by_head.narrow(1, self.own.start, self.own.numel).flatten(0, 1)
+        return self.original(*args, **kwargs)
+
+
+class Drawn(Forward):
+    """Dropout on what all ranks have in common, or on what each has of its own, wherever in a region it is."""
+
+    def __init__(self, *given: Any, in_common: bool) -> None:
+        super().__init__(*given)
+        self.in_common = in_common
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if not self.module.training:
+            return tensor
+        with self.regions.drawing(in_common=self.in_common):
+            made: Tensor = self.original(tensor)
+        return made
 
 
 class RegionEntry(Forward):

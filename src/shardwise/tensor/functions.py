@@ -12,39 +12,39 @@ from typing import Any
 
 import torch
 
-from shardwise.tensor.line import Line
+from shardwise.comm import Line
 
 Tensor = torch.Tensor
 
 
 def copy_to(tensor: Tensor, line: Line) -> Tensor:
     """A replicated tensor as what cut modules read. Backward: the gradients of the ranks are summed."""
-    return apply(_CopyTo, tensor, line) if line.size > 1 else tensor
+    return apply(_CopyTo, tensor, line) if line.num_ranks > 1 else tensor
 
 
 def reduce_from(tensor: Tensor, line: Line) -> Tensor:
     """The sum of a partial tensor, replicated. Backward: the gradient as it is."""
-    return apply(_ReduceFrom, tensor, line) if line.size > 1 else tensor
+    return apply(_ReduceFrom, tensor, line) if line.num_ranks > 1 else tensor
 
 
 def scatter_to(tensor: Tensor, line: Line, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part along `dim` of a replicated tensor; `sizes` are those of the ranks. Backward: gathered."""
-    return apply(_ScatterTo, tensor, line, dim, tuple(sizes)) if line.size > 1 else tensor
+    return apply(_ScatterTo, tensor, line, dim, tuple(sizes)) if line.num_ranks > 1 else tensor
 
 
 def gather_from(tensor: Tensor, line: Line, dim: int, sizes: Sequence[int]) -> Tensor:
     """A cut tensor whole on every rank, to be used by all in the same way. Backward: this rank's part."""
-    return apply(_GatherFrom, tensor, line, dim, tuple(sizes)) if line.size > 1 else tensor
+    return apply(_GatherFrom, tensor, line, dim, tuple(sizes)) if line.num_ranks > 1 else tensor
 
 
 def gather_to(tensor: Tensor, line: Line, dim: int, sizes: Sequence[int]) -> Tensor:
     """A cut tensor whole on every rank, as what cut modules read. Backward: this rank's part of the gradients' sum."""
-    return apply(_GatherTo, tensor, line, dim, tuple(sizes)) if line.size > 1 else tensor
+    return apply(_GatherTo, tensor, line, dim, tuple(sizes)) if line.num_ranks > 1 else tensor
 
 
 def reduce_scatter_from(tensor: Tensor, line: Line, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part along `dim` of the sum of a partial tensor. Backward: gathered."""
-    return apply(_ReduceScatterFrom, tensor, line, dim, tuple(sizes)) if line.size > 1 else tensor
+    return apply(_ReduceScatterFrom, tensor, line, dim, tuple(sizes)) if line.num_ranks > 1 else tensor
 
 
 def apply(function: Any, *args: object) -> Tensor:

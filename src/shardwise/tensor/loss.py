@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.placement import Span
 from shardwise.tensor.forwards import Column
 from shardwise.tensor.functions import apply
-from shardwise.tensor.line import Line
 
 Tensor = torch.Tensor
 Reduction = Literal["mean", "sum", "none"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.tensor.functions import copy_to, gather_from, gather_to, reduce_from, reduce_scatter_from, scatter_to
 from shardwise.tensor.generators import Generators
-from shardwise.tensor.line import Line
 
 Tensor = torch.Tensor
 SEQUENCE_DIM = -2
@@ -42,7 +44,7 @@ class Regions:
         if not on_sequence:
             entered = copy_to(tensor, self.line)
         else:
-            sizes = [tensor.shape[SEQUENCE_DIM]] * self.line.size
+            sizes = [tensor.shape[SEQUENCE_DIM]] * self.line.num_ranks
             entered = gather_to(tensor, self.line, SEQUENCE_DIM, sizes)
         if not is_alone:
             self._entered = weakref.ref(tensor), tensor._version, torch.is_grad_enabled(), entered
@@ -72,7 +74,21 @@ class Regions:
         """All of it, behind the last."""
         if self._generators is not None:
             self._generators.join()
-        return gather_from(tensor, self.line, SEQUENCE_DIM, [tensor.shape[SEQUENCE_DIM]] * self.line.size)
+        return gather_from(tensor, self.line, SEQUENCE_DIM, [tensor.shape[SEQUENCE_DIM]] * self.line.num_ranks)
+
+    @contextmanager
+    def drawing(self, *, in_common: bool) -> Iterator[None]:
+        """Inside, random numbers are those that all ranks draw, or those of this rank alone."""
+        generators = self._generators
+        if generators is None or generators.are_own != in_common:
+            yield
+            return
+        first, then = (generators.join, generators.part) if in_common else (generators.part, generators.join)
+        first()
+        try:
+            yield
+        finally:
+            then()
 
     def forget(self) -> None:
         """A forward begins: what an exception left open is closed."""
@@ -87,7 +103,7 @@ class Regions:
             self._generators.abandon()
 
     def _sizes(self, length: int) -> list[int]:
-        num_ranks = self.line.size
+        num_ranks = self.line.num_ranks
         if length % num_ranks:
             raise ModelError(
                 f"tensor.sequence deals a sequence to {num_ranks} ranks, which do not divide its length {length}. Pad "

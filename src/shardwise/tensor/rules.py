@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import nn
 
 from shardwise.config import StyleName, TensorParallel
 from shardwise.errors import ConfigError, ModelError, nearest
-from shardwise.tensor.tables import STYLES, TABLES, TensorRule, config_of, groups_of, heads_of
+from shardwise.tensor.adapters import is_adapted, rules_inside
+from shardwise.tensor.tables import READY, STYLES, TensorRule, config_of, groups_of, heads_of, ready_for
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,21 @@ class Cut:
     parts: int = 1
     heads: int | None = None
     groups: int | None = None
+    wrapper: str = ""
+    """The module that stands in its place in the model, if adapters are wrapped around it."""
+
+    @property
+    def parent(self) -> str:
+        """The path of the module that it is a part of."""
+        return (self.wrapper or self.path).rpartition(".")[0]
 
 
-def cuts_for(model: nn.Module, wishes: TensorParallel) -> list[Cut]:
-    """The modules of `model` that are cut, in its order.
+def cuts_for(model: nn.Module, wishes: TensorParallel, apart: Collection[str] = ()) -> list[Cut]:
+    """The modules of `model` that are cut, in its order; those of the names `apart` are not, by its own plan.
 
     Raises `ConfigError` for a pattern that fits no module, and `ModelError` for a model without any plan.
     """
-    rules = _own_rules(model) if wishes.plan is None else _asked(wishes.plan)
+    rules = _own_rules(model, apart) if wishes.plan is None else _asked(wishes.plan)
     modules = dict(model.named_modules())
     chosen: dict[str, TensorRule] = {}
     for pattern, rule in rules.items():
@@ -45,9 +53,21 @@ def cuts_for(model: nn.Module, wishes: TensorParallel) -> list[Cut]:
             chosen[path] = rule
     config = config_of(model)
     chosen |= _tied(chosen, modules)
+    wrappers = {path: rule for path, rule in chosen.items() if is_adapted(modules[path])}
+    if wrappers and wishes.sequence:
+        raise ModelError(
+            f"{next(iter(wrappers))} has adapters, which tensor.sequence cannot cut. Leave it out of the plan."
+        )
+    inside = {path: rules_inside(path, modules[path], rule) for path, rule in wrappers.items()}
+    wrapper_of = {path: wrapper for wrapper, rules in inside.items() for path in rules}
+    chosen = {path: rule for path, rule in chosen.items() if path not in wrappers}
+    for rules in inside.values():
+        chosen |= rules
     if wishes.cut_logits:
         chosen |= dict.fromkeys(head_of(model)[:1], TensorRule("vocabulary_cut"))
-    cuts = [_cut(path, modules[path], chosen[path], config) for path in modules if path in chosen]
+    cuts = [
+        _cut(path, modules[path], chosen[path], config, wrapper_of.get(path, "")) for path in modules if path in chosen
+    ]
     cuts = [cut for cut in cuts if cut.style != "replicated"]
     if not any(cut.style not in ("summed",) for cut in cuts):
         raise ModelError(
@@ -78,7 +98,7 @@ def _is_causal(model: nn.Module) -> bool:
 def divided(model: nn.Module, wishes: TensorParallel) -> Iterator[tuple[str, nn.Module, str]]:
     """Attributes that count what is cut: path, module and name of each."""
     modules = dict(model.named_modules())
-    ready = TABLES.get(_model_type(model)) if wishes.plan is None else None
+    ready = ready_for(model) if wishes.plan is None else None
     for pattern, names in {**(ready.divide if ready is not None else {}), **wishes.divide}.items():
         fitting = list(_fitting(pattern, modules))
         if not fitting and pattern in wishes.divide:
@@ -97,6 +117,15 @@ def divided(model: nn.Module, wishes: TensorParallel) -> Iterator[tuple[str, nn.
                     yield path, modules[path], name
 
 
+def by_head(model: nn.Module, wishes: TensorParallel) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules that are given something for every head: path, module and the name of the argument."""
+    ready = ready_for(model) if wishes.plan is None and not getattr(model, "_tp_plan", None) else None
+    modules = dict(model.named_modules())
+    for pattern, argument in (ready.by_head if ready is not None else {}).items():
+        for path in _fitting(pattern, modules):
+            yield path, modules[path], argument
+
+
 def _asked(plan: Mapping[str, Any]) -> dict[str, TensorRule]:
     """The user's, which the schema has checked."""
     return {
@@ -104,15 +133,19 @@ def _asked(plan: Mapping[str, Any]) -> dict[str, TensorRule]:
     }
 
 
-def _own_rules(model: nn.Module) -> Mapping[str, TensorRule]:
-    """Those that the model brings, or that we have for it."""
+def _own_rules(model: nn.Module, apart: Collection[str]) -> Mapping[str, TensorRule]:
+    """Those that the model brings, or that we have for it, but for modules `apart` and their parameters."""
     brought: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
     if brought:
+        for pattern in list(brought):
+            around = (pattern, pattern.rpartition(".")[0])
+            if any(fnmatch.fnmatchcase(path, one) for path in apart for one in around):
+                del brought[pattern]
         return {pattern: TensorRule(_translated(model, pattern, style)) for pattern, style in brought.items()}
-    ready = TABLES.get(_model_type(model))
+    ready = ready_for(model)
     if ready is not None:
         return ready.rules
-    known = ", ".join(sorted(TABLES))
+    known = ", ".join(READY)
     raise ModelError(
         f"{type(model).__name__} brings no tensor-parallel plan, and shardwise has none for it (it has for {known}). "
         f"Say which modules are cut, by patterns of names: tensor: {{plan: {{h.*.mlp.up: column, h.*.mlp.down: row}}}}"
@@ -126,11 +159,6 @@ def _translated(model: nn.Module, pattern: str, style: str) -> StyleName:
             f"version does not have; it has {', '.join(STYLES)}. Give a plan of your own: tensor.plan."
         )
     return STYLES[style]
-
-
-def _model_type(model: nn.Module) -> str:
-    config = config_of(model)
-    return "" if config is None else str(config.model_type)
 
 
 def _fitting(pattern: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -159,14 +187,14 @@ def _has_weight(module: nn.Module) -> bool:
     return isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
-def _cut(path: str, module: nn.Module, rule: TensorRule, config: object) -> Cut:
+def _cut(path: str, module: nn.Module, rule: TensorRule, config: object, wrapper: str) -> Cut:
     if (
         rule.heads is not None
         or config is None
         or rule.style in ("vocabulary", "vocabulary_cut", "summed", "replicated")
     ):
-        return Cut(path, module, rule.style, rule.parts, rule.heads, rule.heads)
-    known = heads_of(config, path) if rule.style in ("column", "row") else None
+        return Cut(path, module, rule.style, rule.parts, rule.heads, rule.heads, wrapper)
+    known = heads_of(config, wrapper or path) if rule.style in ("column", "row") else None
     if known is None:
-        return Cut(path, module, rule.style, rule.parts)
-    return Cut(path, module, rule.style, rule.parts, known[0], groups_of(config))
+        return Cut(path, module, rule.style, rule.parts, wrapper=wrapper)
+    return Cut(path, module, rule.style, rule.parts, known[0], groups_of(config), wrapper)

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from shardwise.comm import Line
 from shardwise.errors import ModelError
 from shardwise.placement import Box
 from shardwise.tensor.forwards import Forward
-from shardwise.tensor.line import Line
 from shardwise.tensor.regions import Regions
 from shardwise.tensor.rules import Cut
 from shardwise.tensor.shares import Shares

@@ -15,6 +15,8 @@ from shardwise.tensor.shares import AXIS, Shares, deal
 from shardwise.tensor.split import Split
 
 LINEAR, CONV1D = "Linear", "Conv1D"
+LIKE_LINEAR = ("FalconLinear",)
+"""Classes of transformers that are nn.Linear with a forward of their own that computes the same."""
 GROUPS = "num_key_value_groups"
 """Queries for each key and value head, in attention modules of transformers."""
 
@@ -140,7 +142,8 @@ def _linear(cut: Cut) -> tuple[str, torch.Tensor]:
     module = cut.module
     weight = module._parameters.get("weight")
     if weight is not None and weight.dim() == 2:
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        is_plain = type(module).forward is nn.Linear.forward or type(module).__name__ in LIKE_LINEAR
+        if isinstance(module, nn.Linear) and is_plain:
             return LINEAR, weight
         if type(module).__name__ == CONV1D and hasattr(module, "nf"):
             return CONV1D, weight
@@ -176,7 +179,7 @@ def _cut_param(split: Split, cut: Cut, name: str, dim: int, shares: Shares) -> N
 
 def _regroup(split: Split, cut: Cut, shares: Shares) -> None:
     """Key and value heads that several ranks have: on each rank fewer queries share one."""
-    parent = split.modules[cut.path.rpartition(".")[0]]
+    parent = split.modules[cut.parent]
     value = getattr(parent, GROUPS, None)
     if type(value) is not int or value % shares.copies:
         raise ModelError(

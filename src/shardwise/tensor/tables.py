@@ -5,13 +5,14 @@ Facts about classes of that library, which is not imported: models are known by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from shardwise.config import StyleName
+from shardwise.errors import ModelError
 
 STYLES: dict[str, StyleName] = {
     "colwise": "column",
@@ -39,15 +40,17 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class Ready:
-    """Rules by patterns of module names, and attributes that count what is cut."""
+    """Rules by patterns of module names, attributes that count what is cut, and arguments of attention modules
+    `[batch * heads, ...]`, of which a rank takes those of its own heads."""
 
     rules: Mapping[str, TensorRule]
     divide: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    by_head: Mapping[str, str] = field(default_factory=dict)
 
 
 COLUMN, ROW, VOCABULARY = TensorRule("column"), TensorRule("row"), TensorRule("vocabulary")
 
-TABLES = {
+_TABLES = {
     "gpt2": Ready(
         {
             "h.*.attn.c_attn": TensorRule("column", parts=3),
@@ -95,8 +98,67 @@ TABLES = {
         },
         {"SelfAttention": ("n_heads", "inner_dim"), "EncDecAttention": ("n_heads", "inner_dim")},
     ),
+    "vit": Ready(
+        {
+            "layers.*.attention.[qkv]_proj": COLUMN,
+            "layers.*.attention.o_proj": ROW,
+            "layers.*.mlp.fc1": COLUMN,
+            "layers.*.mlp.fc2": ROW,
+        },
+    ),
 }
-"""By `config.model_type`."""
+"""By `config.model_type`, where nothing else decides."""
+
+
+def _bloom(config: Any) -> Ready:
+    """Queries, keys and values are fused head by head, and ALiBi's biases (arXiv:2108.12409) are an argument."""
+    return Ready(
+        {
+            "h.*.self_attention.query_key_value": TensorRule("column", heads=config.n_head),
+            "h.*.self_attention.dense": TensorRule("row", heads=config.n_head),
+            "h.*.mlp.dense_h_to_4h": COLUMN,
+            "h.*.mlp.dense_4h_to_h": ROW,
+            "word_embeddings": VOCABULARY,
+            "lm_head": VOCABULARY,
+        },
+        {"h.*.self_attention": ("num_heads",)},
+        {"h.*.self_attention": "alibi"},
+    )
+
+
+def _falcon(config: Any) -> Ready:
+    """Fused by the heads of keys and values, each with its queries; all queries of the older models share one."""
+    if config.alibi or (config.multi_query and not config.new_decoder_architecture):
+        what = "ALiBi" if config.alibi else "one head of keys and values, fused with all queries"
+        raise ModelError(
+            f"This Falcon has {what}, for which shardwise has no tensor-parallel plan. It has one for rotary positions "
+            f"and the new decoder architecture (Falcon-40B, 180B). Leave tp out of the mesh."
+        )
+    heads = config.num_kv_heads if config.new_decoder_architecture else config.num_attention_heads
+    return Ready(
+        {
+            "h.*.self_attention.query_key_value": TensorRule("column", heads=heads),
+            "h.*.self_attention.dense": TensorRule("row", heads=heads),
+            "h.*.mlp.dense_h_to_4h": COLUMN,
+            "h.*.mlp.dense_4h_to_h": ROW,
+            "word_embeddings": VOCABULARY,
+            "lm_head": VOCABULARY,
+        },
+        {"h.*.self_attention": ("num_heads", "num_kv_heads")},
+    )
+
+
+_BY_CONFIG: dict[str, Callable[[Any], Ready]] = {"bloom": _bloom, "falcon": _falcon}
+READY = sorted({*_TABLES, *_BY_CONFIG})
+"""The values of `config.model_type` that there are rules for."""
+
+
+def ready_for(model: nn.Module) -> Ready | None:
+    """The rules that we have for a model. Raises `ModelError` for a kind of it that they do not fit."""
+    config = config_of(model)
+    kind = "" if config is None else str(config.model_type)
+    return _BY_CONFIG[kind](config) if kind in _BY_CONFIG else _TABLES.get(kind)
+
 
 QUERIES = ("q_proj", "query", "q", "c_attn", "o_proj", "out_proj", "o", "c_proj", "attention.output.dense")
 KEYS = ("k_proj", "v_proj", "key", "value", "k", "v")

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm import DataGroup, World
 from shardwise.errors import ConfigError, ModelError
-from shardwise.runtime.hooks import tensors_in
+from shardwise.runtime.nested import tensors_in
 from shardwise.tensor.generators import draws
 from shardwise.tensor.shares import AXIS
 from shardwise.tensor.split import Split

@@ -1,4 +1,4 @@
-"""One process of `host`: rank 0 of a world whose other ranks do not exist."""
+"""One process of `overhead`: rank 0 of a world whose other ranks do not exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import shardwise as sw
 from benchmarks.bare import Bare
 from benchmarks.echo import EchoTransport
 from benchmarks.figures import write_figures
-from benchmarks.host import DTYPES, ENGINES, WORLD_SIZE
+from benchmarks.overhead import DTYPES, ENGINES, WORLD_SIZE
 
 DIM = 16
 LAYERS = 8  # a weight and a bias each: 16 parameters a block

@@ -1,12 +1,15 @@
-"""What the ranks along the tensor-parallel axis tell each other: sums and concatenations of activations."""
+"""What ranks along a model axis send each other inside of a forward or backward: activations, of any shape."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-from shardwise.comm import Collectives, Group
+from shardwise.comm.collectives import Collectives
+from shardwise.comm.group import Group
+from shardwise.comm.work import Work
 from shardwise.telemetry import Ledger
 
 Tensor = torch.Tensor
@@ -14,10 +17,10 @@ SUBJECT = "activations"
 
 
 class Line:
-    """The ranks that share one sample along the axis `tp`. All of them call, in one order; everything blocks.
+    """The ranks along one axis of a mesh, this one among them. All of them call every method, in one order.
 
-    Tensors may have any shape, strides and length; results are contiguous, and the same to the bit on all ranks where
-    they are the same tensor.
+    Everything but `pass_on` blocks. Tensors may have any shape, strides and length unless it says otherwise; sums and
+    concatenations are contiguous, and the same to the bit on all ranks where they are the same tensor.
     """
 
     __slots__ = ("_collectives", "_ledger", "group")
@@ -34,7 +37,7 @@ class Line:
         return Line(None, self.group, self._ledger)
 
     @property
-    def size(self) -> int:
+    def num_ranks(self) -> int:
         return len(self.group.ranks)
 
     @property
@@ -42,16 +45,25 @@ class Line:
         """This rank's, counted from 0."""
         return self.group.index
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the world, by place."""
+        return self.group.ranks
+
+    @property
+    def axis(self) -> str:
+        return self.group.axis
+
     def told(self, message: bytes) -> list[bytes]:
         """Every rank's `message`, by place."""
         if self._collectives is None:
-            return [message] * self.size
+            return [message] * self.num_ranks
         return self._collectives.exchange(message, self.group, SUBJECT)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of the ranks' `tensor`, in its dtype."""
         numel = tensor.numel()
-        padded = -(-numel // self.size) * self.size
+        padded = -(-numel // self.num_ranks) * self.num_ranks
         if padded == numel:
             source = tensor.detach().contiguous().view(-1)
         else:
@@ -60,20 +72,20 @@ class Line:
         out = torch.empty_like(source)
         if self._collectives is not None:
             self._collectives.all_reduce(out, source, self.group, source.dtype, SUBJECT).wait()
-        self._note("all_reduce", 2 * source.nbytes // self.size)
+        self._note("all_reduce", 2 * source.nbytes // self.num_ranks)
         return out[:numel].view(tensor.shape)
 
     def concatenate(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """The ranks' `tensor` side by side along `dim`, where each has its own of `sizes`."""
         longest = max(sizes)
         first = tensor.detach().movedim(dim, 0)
-        full = tensor.new_empty(self.size, longest, *first.shape[1:])
+        full = tensor.new_empty(self.num_ranks, longest, *first.shape[1:])
         own = full[self.place]
         own[: first.shape[0]].copy_(first)
         own[first.shape[0] :].zero_()
         if self._collectives is not None:
             self._collectives.all_gather(full.view(-1), self.group, SUBJECT).wait()
-        self._note("gather", full.nbytes // self.size)
+        self._note("gather", full.nbytes // self.num_ranks)
         parts = [full[place, :size] for place, size in enumerate(sizes)]
         whole = full.flatten(0, 1) if min(sizes) == longest else torch.cat(parts)
         return whole.movedim(0, dim).contiguous()
@@ -82,7 +94,7 @@ class Line:
         """Of the sum of the ranks' `tensor` this rank's part along `dim`, where each gets its own of `sizes`."""
         longest = max(sizes)
         parts = tensor.detach().movedim(dim, 0).split_with_sizes(list(sizes))
-        source = tensor.new_zeros(self.size, longest, *parts[0].shape[1:])
+        source = tensor.new_zeros(self.num_ranks, longest, *parts[0].shape[1:])
         for place, part in enumerate(parts):
             source[place, : part.shape[0]].copy_(part)
         out = torch.empty_like(source[0]).view(-1)
@@ -94,10 +106,57 @@ class Line:
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Of each element the largest that any rank has."""
-        every = self.concatenate(tensor.reshape(1, -1), 0, [1] * self.size)
+        every = self.concatenate(tensor.reshape(1, -1), 0, [1] * self.num_ranks)
         return every.amax(0).view(tensor.shape)
+
+    def deal(self, sent: Sequence[Tensor], like: Sequence[torch.Size]) -> list[Tensor]:
+        """Send `sent[i]`, one-dimensional, to place i; what came from place i, with the elements of shape `like[i]`.
+
+        This rank's own is handed back as it is.
+        """
+        arrived = [sent[place].new_empty(math.prod(shape)) for place, shape in enumerate(like)]
+        arrived[self.place] = sent[self.place]
+        self.deal_into(arrived, sent)
+        return arrived
+
+    def deal_into(self, arrived: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """The same into the memory of `arrived`, one-dimensional each; this rank's own is left as it is."""
+        if self._collectives is not None:
+            self._collectives.all_to_all(arrived, sent, self.group, SUBJECT).wait()
+        elif self._ledger is not None:
+            num_bytes = sum(one.nbytes for place, one in enumerate(sent) if place != self.place)
+            self._ledger.sent("all_to_all", self.axis, num_bytes)
+
+    def pass_on(self, sent: Tensor) -> Passing:
+        """Send `sent`, one-dimensional, to the next rank, and receive as much from the one before, meanwhile."""
+        arrived = torch.empty_like(sent)
+        if self._collectives is None:
+            if self._ledger is not None:
+                self._ledger.sent("all_to_all", self.axis, sent.nbytes)
+            return Passing(None, sent, arrived)
+        nothing = sent.new_empty(0)
+        outgoing, incoming = [nothing] * self.num_ranks, [nothing] * self.num_ranks
+        outgoing[(self.place + 1) % self.num_ranks] = sent
+        incoming[(self.place - 1) % self.num_ranks] = arrived
+        return Passing(self._collectives.all_to_all(incoming, outgoing, self.group, SUBJECT), sent, arrived)
 
     def _note(self, verb: str, chunk_bytes: int) -> None:
         """Count a message of so many bytes to each other rank, where nobody else does."""
         if self._collectives is None and self._ledger is not None:
-            self._ledger.sent(verb, self.group.axis, (self.size - 1) * chunk_bytes)
+            self._ledger.sent(verb, self.axis, (self.num_ranks - 1) * chunk_bytes)
+
+
+class Passing:
+    """Something on its way to the next rank."""
+
+    def __init__(self, work: Work | None, sent: Tensor, arrived: Tensor) -> None:
+        self._work = work
+        self._sent: Tensor | None = sent  # it may not go before it has left
+        self._arrived = arrived
+
+    def wait(self) -> Tensor:
+        """What has come."""
+        if self._work is not None:
+            self._work.wait()
+        self._sent = None
+        return self._arrived

@@ -23,14 +23,18 @@ WORLD_SIZE = 8
 
 def main(args: argparse.Namespace, console: Console) -> int:
     num_rounds, steps = (2, 5) if args.quick else (5, 20)
-    result: dict[str, Any] = header(args.note) | {"benchmark": "host", "blocks": NUM_BLOCKS, "world_size": WORLD_SIZE}
+    result: dict[str, Any] = header(args.note) | {
+        "benchmark": "overhead",
+        "blocks": NUM_BLOCKS,
+        "world_size": WORLD_SIZE,
+    }
     result["runs"] = [
         {"dtype": dtype, "engine": engine, "round": number, **run_host(engine, dtype, steps)}
         for dtype in DTYPES
         for number, engine in interleaved(ENGINES, num_rounds)
     ]
     result["summary"] = [row for dtype in DTYPES for row in summary_of(result["runs"], dtype)]
-    file = write_result(args.out / "host.json", result)
+    file = write_result(args.out / "overhead.json", result)
     columns = ["engine", "forward, backward us/block", "optimizer us/block", "whole step ms"]
     for dtype in DTYPES:
         rows = [_line(row) for row in result["summary"] if row["dtype"] == dtype]
@@ -60,7 +64,7 @@ def summary_of(runs: list[dict[str, Any]], dtype: str) -> list[dict[str, Any]]:
 def run_host(engine: str, dtype: str, steps: int, num_blocks: int = NUM_BLOCKS) -> dict[str, Any]:
     """CPU seconds of a step, by part, in a fresh process."""
     options = [f"--engine={engine}", f"--dtype={dtype}", f"--blocks={num_blocks}", f"--steps={steps}"]
-    return run_ranks("benchmarks.host_rank", options, num_ranks=1, timeout_seconds=120)[0]
+    return run_ranks("benchmarks.overhead_rank", options, num_ranks=1, timeout_seconds=120)[0]
 
 
 def _line(row: dict[str, Any]) -> list[str]:

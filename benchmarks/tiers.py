@@ -1,0 +1,212 @@
+"""What the tiers under a step give: a disk beside `dd`, AdamW on the host beside DeepSpeed's, and both at once.
+
+The disk is that of `--folder`. Everything is timed in turns, and quoted as ratios of neighbours in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.fresh import ROOT, RunError
+from benchmarks.machine import header
+from benchmarks.neighbours import Neighbours
+from benchmarks.results_file import write_result
+from benchmarks.show import show_figures
+from shardwise.calibrate.disk import Grid, best_of, bounded, measure_disk
+from shardwise.machine import num_cores
+from shardwise.optim.disk_states import DiskStates
+from shardwise.optim.host_adam import AdamTensors, HostAdam
+from shardwise.tiers import BufferPool, IoQueue, SystemCalls, TierFolder
+from shardwise.units import format_bytes
+
+DD_BLOCK = 16 * 2**20
+Times = dict[str, list[float]]
+
+
+def main(args: argparse.Namespace, console: Console) -> int:
+    """Exit status 1 if the disk is slower than 0.85 of `dd`."""
+    rounds = args.rounds or (2 if args.quick else 5)
+    file_bytes = bounded(2**26 if args.quick else 2**30, SystemCalls().free_bytes(Path(args.folder)))
+    result: dict[str, Any] = header(args.note) | {"benchmark": "tiers", "rounds": rounds, "bytes": file_bytes}
+    neighbours = Neighbours()
+    folder = Path(args.folder).resolve()
+    torch.set_num_threads(num_cores())
+    few = Grid((2**20, 2**22), (1, 8), 2**26, 0.2)
+    best = best_of(measure_disk(folder, few if args.quick else Grid((2**20, 2**22, 2**24), (2, 4, 8, 16), 2**29, 0.5)))
+    result["setting"] = {"depth": best.depth, "block_bytes": best.block_bytes}
+    result["disk"] = _race_disk(folder, file_bytes, IoQueue(best.depth, best.block_bytes), rounds)
+    result["adam"] = [_race_adam(threads, args.quick) for threads in sorted({1, num_cores()})]
+    numel = 2**20 if args.quick else 2**25
+    result["overlap"] = _overlap(folder, numel, IoQueue(best.depth, best.block_bytes), rounds)
+    result["others_cores"] = neighbours.cores()
+    file = write_result(args.out / "tiers.json", result)
+    _show(result, console)
+    console.print(f"\n{file}", markup=False)
+    return 0 if min(result["disk"]["dd / ours"].values()) >= 0.85 else 1
+
+
+def _race_disk(folder: Path, file_bytes: int, queue: IoQueue, rounds: int) -> dict[str, Any]:
+    """The same zeros through both, in files whose space has been taken and written once."""
+    place = TierFolder(folder)
+    theirs = folder / "shardwise-bench-dd"
+    try:
+        file = place.create("bench", file_bytes, queue)
+        pool = BufferPool(2, min(2**26, file.num_bytes))
+        buffers = [pool.take(), pool.take()]
+        dd = _dd(theirs, file.num_bytes)
+        times = _in_turns(
+            {
+                "dd write": dd["write"],
+                "ours write": lambda: _through(file.write, file.num_bytes, buffers),
+                "dd read": dd["read"],
+                "ours read": lambda: _through(file.read, file.num_bytes, buffers),
+            },
+            rounds,
+        )
+    finally:
+        theirs.unlink(missing_ok=True)
+        place.close()
+        queue.close()
+    ratios = {verb: _ratio(times, f"dd {verb}", f"ours {verb}") for verb in ("write", "read")}
+    return {"seconds": times, "dd / ours": ratios}
+
+
+def _dd(path: Path, num_bytes: int) -> dict[str, Callable[[], None]]:
+    count = max(1, num_bytes // DD_BLOCK)
+    block = min(DD_BLOCK, num_bytes)
+
+    def run(*words: str) -> None:
+        command = ["dd", f"bs={block}", f"count={count}", "status=none", *words]
+        subprocess.run(command, check=True, capture_output=True)
+
+    run("if=/dev/zero", f"of={path}", "oflag=direct")
+    return {
+        "write": lambda: run("if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc"),
+        "read": lambda: run(f"if={path}", "of=/dev/null", "iflag=direct"),
+    }
+
+
+def _through(move: Callable[[int, torch.Tensor], Any], num_bytes: int, buffers: Sequence[torch.Tensor]) -> None:
+    """The whole file, two buffers under way at once."""
+    under_way: list[Any] = []
+    for number, start in enumerate(range(0, num_bytes, len(buffers[0]))):
+        if len(under_way) == len(buffers):
+            under_way.pop(0).wait()
+        under_way.append(move(start, buffers[number % len(buffers)][: num_bytes - start]))
+    for pending in under_way:
+        pending.wait()
+
+
+def _race_adam(threads: int, quick: bool) -> dict[str, Any]:
+    """In a process of its own: how many threads OpenMP has is said before it starts."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "benchmarks.host_adam", str(threads), str(2**20 if quick else 2**25)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(f"AdamW on the host with {threads} threads: {done.stderr.strip()[-500:]}")
+    figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return figures
+
+
+def _overlap(folder: Path, numel: int, queue: IoQueue, rounds: int) -> list[dict[str, Any]]:
+    """A step with masters and moments on the disk; the same reads and writes alone; and the same updates alone.
+
+    Once as it is, and once with each slice updated so often that it takes longer than the disk does.
+    """
+    place = TierFolder(folder)
+    adam = HostAdam(max(1, num_cores()))
+    try:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+        group = optimizer.param_groups[0]
+        states = DiskStates(place, "overlap", torch.zeros(numel), optimizer, group, queue)
+        file, pool = states.file, BufferPool(3, states.buffer_bytes)
+        grad = torch.randn(numel).bfloat16()
+        views = file.views(0, torch.zeros(states.buffer_bytes, dtype=torch.uint8))
+
+        def race(repeats: int) -> dict[str, Any]:
+            def update(index: int, views: dict[str, torch.Tensor]) -> None:
+                start, stop = file.bounds(index)
+                param, *moments = (views[key][: stop - start] for key in ("param", "exp_avg", "exp_avg_sq"))
+                for _ in range(repeats):
+                    adam.update([AdamTensors(param, grad[start:stop], *moments)], group, step=3)
+
+            def update_all() -> None:
+                for index in range(file.num_slices):
+                    update(index, views)
+
+            calls: dict[str, Callable[[], None]] = {
+                "step": lambda: file.update(pool, update),
+                "disk alone": lambda: file.update(pool, _nothing),
+                "update alone": update_all,
+            }
+            times = _in_turns(calls, rounds)
+            hidden = [
+                (disk + work - step) / min(disk, work)
+                for step, disk, work in zip(times["step"], times["disk alone"], times["update alone"], strict=True)
+            ]
+            return {"repeats": repeats, "seconds": times, "bytes": file.num_bytes, "hidden": median(hidden)}
+
+        first = race(1)
+        longer = 1.5 * median(first["seconds"]["disk alone"]) / median(first["seconds"]["update alone"])
+        return [first, race(max(2, round(longer)))]
+    finally:
+        adam.close()
+        place.close()
+        queue.close()
+
+
+def _nothing(index: int, views: dict[str, torch.Tensor]) -> None:
+    """In the place of an update."""
+
+
+def _in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> Times:
+    """Seconds of each call in each round; a first round is not timed."""
+    times: Times = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if number:
+                times[name].append(time.perf_counter() - started)
+    return times
+
+
+def _ratio(times: Times, one: str, other: str) -> float:
+    """Of neighbours in time."""
+    return median(a / b for a, b in zip(times[one], times[other], strict=True))
+
+
+def _show(result: dict[str, Any], console: Console) -> None:
+    num_bytes, setting = result["bytes"], result["setting"]
+    others = f"; others used {result['others_cores']:.1f} cores" if result["others_cores"] else ""
+    title = f"disk, {format_bytes(num_bytes)}, {setting['depth']} x {format_bytes(setting['block_bytes'])}{others}"
+    rows = [[name, f"{format_bytes(num_bytes / median(times))}"] for name, times in result["disk"]["seconds"].items()]
+    rows += [[f"{verb}: ours over dd", f"{ratio:.2f}"] for verb, ratio in result["disk"]["dd / ours"].items()]
+    show_figures(title, ["what", "/s"], rows, console)
+    for race in result["adam"]:
+        rows = [
+            [name, f"{race['seconds'][name] * 1000:.1f}", f"{race['cpu_seconds'][name] * 1000:.1f}"]
+            + [f"{race[kind].get(name, 1.0):.2f}" for kind in ("ratios", "cpu_ratios")]
+            for name in race["seconds"]
+        ]
+        title = f"AdamW on the host, {race['numel']:,} elements, threads: {race['threads']}"
+        show_figures(title, ["what", "ms", "CPU ms", "ms over ours", "CPU over ours"], rows, console)
+        if race["trouble"]:
+            console.print(f"DeepSpeedCPUAdam: {race['trouble']}", markup=False)
+    for overlap in result["overlap"]:
+        rows = [[name, f"{median(seconds) * 1000:.0f}"] for name, seconds in overlap["seconds"].items()]
+        rows.append(["of the shorter hidden", f"{overlap['hidden']:.2f}"])
+        title = f"states on disk, {format_bytes(overlap['bytes'])}, updates of each slice: {overlap['repeats']}"
+        show_figures(title, ["what", "ms"], rows, console)

@@ -1,0 +1,165 @@
+"""How fast one folder's disk reads and writes, by the size of requests and how many are under way."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwise.tiers import PAGE, DiskFile, IoQueue, Pending, SystemCalls, TierFolder, pages
+
+BLOCKS = (2**17, 2**19, 2**20, 2**22, 2**24)
+DEPTHS = (1, 2, 4, 8, 16)
+QUICK_BLOCKS, QUICK_DEPTHS = (2**20, 2**22), (1, 8)
+FILE_BYTES = 2**29
+MAX_SHARE = 4
+"""A quarter of what is free at most."""
+WINDOW_BYTES = 2**26
+"""Handed over at once, and as much again while that is under way: the queue never runs dry."""
+AS_GOOD = 0.97
+
+
+@dataclass(frozen=True)
+class DiskRow:
+    """Bytes a second with one setting."""
+
+    block_bytes: int
+    depth: int
+    is_direct: bool
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+
+    @property
+    def both(self) -> float:
+        """Of bytes that are read and written again, as an update does: the harmonic mean."""
+        if not self.write_bytes_per_second or not self.read_bytes_per_second:
+            return 0.0
+        return 2 / (1 / self.write_bytes_per_second + 1 / self.read_bytes_per_second)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is tried: each direct setting, then the best of them through the page cache."""
+
+    blocks: Sequence[int] = BLOCKS
+    depths: Sequence[int] = DEPTHS
+    file_bytes: int = FILE_BYTES
+    seconds: float = 0.7
+    """For each of reading and writing with each setting, as far as the file is long."""
+
+    @property
+    def num_settings(self) -> int:
+        return len(self.blocks) * len(self.depths) + 1
+
+
+class Cached(SystemCalls):
+    """Through the page cache, as if the file system knew nothing else."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return super().open(path, flags & ~getattr(os, "O_DIRECT", 0))
+
+
+def measure_disk(folder: Path, grid: Grid, tell: Callable[[DiskRow], None] = lambda _: None) -> list[DiskRow]:
+    """A row for each setting; `tell` hears of each at once. What it writes has no name, and goes however it ends.
+
+    Raises `TierError` if the folder is no place for a disk tier, or has not room for the file four times.
+    """
+    rows: list[DiskRow] = []
+    place = TierFolder(folder)
+    try:
+        file_bytes = bounded(grid.file_bytes, SystemCalls().free_bytes(folder))
+        place.check_room(MAX_SHARE * file_bytes)
+        data, into = _memory(file_bytes), pages(min(WINDOW_BYTES, file_bytes))
+        for block_bytes in grid.blocks:
+            for depth in grid.depths:
+                rows.append(_measured(place, (file_bytes, block_bytes, depth, grid.seconds), data, into))
+                tell(rows[-1])
+    finally:
+        place.close()
+    best = best_of(rows)
+    place = TierFolder(folder, calls=Cached())
+    try:
+        setting = (file_bytes, best.block_bytes, best.depth, grid.seconds)
+        rows.append(_measured(place, setting, data, into, is_direct=False))
+        tell(rows[-1])
+    finally:
+        place.close()
+    return rows
+
+
+def bounded(file_bytes: int, free_bytes: int) -> int:
+    """What of `file_bytes` may be used where `free_bytes` are free, on pages; at least one."""
+    return max(PAGE, min(file_bytes, free_bytes // MAX_SHARE) // PAGE * PAGE)
+
+
+def best_of(rows: Sequence[DiskRow]) -> DiskRow:
+    """Of the direct settings that are as good as the fastest (3 %) the one that has the least under way."""
+    direct = [row for row in rows if row.is_direct] or list(rows)
+    fastest = max(row.both for row in direct)
+    good = [row for row in direct if row.both >= AS_GOOD * fastest]
+    return min(good, key=lambda row: (row.depth * row.block_bytes, row.depth))
+
+
+def _measured(
+    place: TierFolder,
+    setting: tuple[int, int, int, float],
+    data: torch.Tensor,
+    into: torch.Tensor,
+    *,
+    is_direct: bool = True,
+) -> DiskRow:
+    file_bytes, block_bytes, depth, seconds = setting
+    queue = IoQueue(depth, block_bytes)
+    file = place.create("bench", file_bytes, queue)
+    try:
+        list(_windows(file, file.write, data))  # the first write of a block also finds a place for it
+        write = _rate(file, file.write, data, seconds)
+        os.posix_fadvise(file.descriptor(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read = _rate(file, file.read, into, seconds)
+        return DiskRow(block_bytes, depth, is_direct and file.is_direct, write, read)
+    finally:
+        file.close()
+        queue.close()
+
+
+def _rate(file: DiskFile, move: Callable[[int, torch.Tensor], Pending], memory: torch.Tensor, seconds: float) -> float:
+    """Bytes a second, what is left in the page cache written out too; of one way through the file at most."""
+    started = time.perf_counter()
+    moved = 0
+    for num_bytes in _windows(file, move, memory):
+        moved += num_bytes
+        if time.perf_counter() - started > seconds:
+            break
+    os.fdatasync(file.descriptor())
+    return moved / (time.perf_counter() - started)
+
+
+def _windows(file: DiskFile, move: Callable[[int, torch.Tensor], Pending], memory: torch.Tensor) -> Iterator[int]:
+    """The bytes of each window of the file, as each is done; the next one is under way by then."""
+    starts = list(range(0, file.num_bytes, len(memory)))
+    under_way: list[tuple[int, Pending]] = []
+    try:
+        for start in starts:
+            window = memory[: min(len(memory), file.num_bytes - start)]
+            under_way.append((len(window), move(start, window)))
+            if len(under_way) > 1:
+                num_bytes, pending = under_way.pop(0)
+                pending.wait()
+                yield num_bytes
+        while under_way:
+            num_bytes, pending = under_way.pop(0)
+            pending.wait()
+            yield num_bytes
+    finally:
+        for _, pending in under_way:
+            pending.wait()
+
+
+def _memory(file_bytes: int) -> torch.Tensor:
+    """Bytes that no disk can make shorter."""
+    memory = pages(min(WINDOW_BYTES, file_bytes))
+    return memory.view(torch.int64).random_().view(torch.uint8)

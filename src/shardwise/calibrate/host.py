@@ -1,0 +1,80 @@
+"""How fast host memory is copied, and how fast AdamW updates what lies there, by the number of threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.optim.host_adam import AdamTensors, HostAdam
+
+NUMEL, QUICK_NUMEL = 2**24, 2**21
+REPEATS = 5
+ADAM_BYTES = 28
+"""Of one element: bf16 gradient in, fp32 master and moments in and out, bf16 parameter out."""
+GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """With one number of threads: the best of a few repeats, because others use memory as well."""
+
+    num_threads: int
+    copy_bytes_per_second: float
+    """Bytes that were copied: each is read once and written once."""
+    adam_elements_per_second: float
+
+    @property
+    def adam_bytes_per_second(self) -> float:
+        """Bytes that an update has to read or write at least."""
+        return ADAM_BYTES * self.adam_elements_per_second
+
+
+def measure_host(
+    threads: Sequence[int], numel: int = NUMEL, tell: Callable[[HostRow], None] = lambda _: None
+) -> list[HostRow]:
+    """A row for each of `threads`; 30 bytes an element are taken meanwhile."""
+    source = torch.randn(ADAM_BYTES // 2 * numel // 4)
+    target = torch.empty_like(source)
+    tensors = AdamTensors(
+        torch.randn(numel),
+        torch.randn(numel).bfloat16(),
+        torch.zeros(numel),
+        torch.zeros(numel),
+        out=torch.empty(numel, dtype=torch.bfloat16),
+    )
+    rows = []
+    for num_threads in threads:
+        adam = HostAdam(num_threads)
+        with ThreadPoolExecutor(num_threads) as pool:
+            copy = _best(lambda pool=pool, count=num_threads: _copy(pool, count, target, source))  # type: ignore[misc]
+        update = _best(lambda adam=adam: adam.update([tensors], GROUP, step=1))  # type: ignore[misc]
+        adam.close()
+        rows.append(HostRow(num_threads, source.nbytes / copy, numel / update))
+        tell(rows[-1])
+    return rows
+
+
+def best_of(rows: Sequence[HostRow]) -> HostRow:
+    """The fewest threads with which an update is as fast as with any (3 %)."""
+    fastest = max(row.adam_elements_per_second for row in rows)
+    return min((row for row in rows if row.adam_elements_per_second >= 0.97 * fastest), key=lambda row: row.num_threads)
+
+
+def _copy(pool: ThreadPoolExecutor, num_threads: int, target: torch.Tensor, source: torch.Tensor) -> None:
+    """By NumPy, which copies in the thread that calls."""
+    pairs = zip(target.chunk(num_threads), source.chunk(num_threads), strict=True)
+    views = [(to.numpy(), of.numpy()) for to, of in pairs]
+    list(pool.map(lambda pair: pair[0].__setitem__(slice(None), pair[1]), views))
+
+
+def _best(call: Callable[[], None]) -> float:
+    times = []
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])

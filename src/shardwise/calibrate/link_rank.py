@@ -1,0 +1,31 @@
+"""One of the two ranks that `links.py` starts: how long an all-gather of one large buffer takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from shardwise.comm import World
+
+
+def main(out: str, num_bytes: int, repeats: int) -> None:
+    """Rank 0 writes bytes a second: what each rank has received, over the best of the times."""
+    with World.join(timeout_seconds=60) as world:
+        collectives = world.collectives(torch.device("cpu"))
+        full = torch.zeros(num_bytes * world.size // 4)
+        times = []
+        for _ in range(repeats + 1):
+            world.barrier()
+            started = time.perf_counter()
+            collectives.all_gather(full, world.everybody, "full").wait()
+            times.append(world.mean(time.perf_counter() - started))
+        if world.rank == 0:
+            Path(out).write_text(json.dumps(num_bytes * (world.size - 1) / min(times[1:])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

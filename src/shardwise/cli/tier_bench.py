@@ -1,0 +1,172 @@
+"""`shardwise bench disk|host|links`: what this machine's tiers give, as a table and as a calibration file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.calibrate import disk, host, links
+from shardwise.calibration import (
+    Calibration,
+    DiskFigures,
+    HostFigures,
+    LinkFigures,
+    default_path,
+    now,
+    read_calibration,
+    write_calibration,
+)
+from shardwise.machine import num_cores
+from shardwise.units import format_bytes, format_count, parse_bytes
+
+Rows = Sequence[Any]
+
+
+def run(program: str, arguments: Sequence[str]) -> int:
+    """Measure, print, and keep what was found."""
+    args = _parser(program).parse_args(arguments)
+    before = read_calibration(args.calibration)  # refused before anything is measured
+    rows, best, after, words = _PROGRAMS[program](args, before)
+    path = write_calibration(after, args.calibration)
+    if args.json:
+        found = {"rows": [asdict(row) for row in rows], "best": best, "calibration": str(path)}
+        print(json.dumps(found, indent=1))
+        return 0
+    console = Console(highlight=False)
+    console.print(_TABLES[program](rows))
+    console.print(f"\n{words}\n{path}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _disk(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[str, Any], Calibration, str]:
+    folder = Path(args.folder).resolve()
+    grid = disk.Grid(disk.QUICK_BLOCKS, disk.QUICK_DEPTHS, 2**26, 0.3) if args.quick else disk.Grid()
+    if args.size is not None:
+        grid = replace(grid, file_bytes=args.size)
+    rows = _with_progress("disk", grid.num_settings, lambda tell: disk.measure_disk(folder, grid, tell))
+    best = disk.best_of(rows)
+    figures = DiskFigures(
+        best.read_bytes_per_second,
+        best.write_bytes_per_second,
+        best.depth,
+        best.block_bytes,
+        best.is_direct,
+        now(),
+    )
+    words = (
+        f"Best for {folder}: {best.depth} requests of {format_bytes(best.block_bytes)} at once, "
+        f"{'past' if best.is_direct else 'through'} the page cache."
+    )
+    return rows, asdict(figures), replace(before, disks={**before.disks, str(folder): figures}), words
+
+
+def _host(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[str, Any], Calibration, str]:
+    threads = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < num_cores()] + [num_cores()]
+    numel = host.QUICK_NUMEL if args.quick else host.NUMEL
+    rows = _with_progress("host", len(threads), lambda tell: host.measure_host(threads, numel, tell))
+    best = host.best_of(rows)
+    figures = HostFigures(
+        max(row.copy_bytes_per_second for row in rows), best.adam_elements_per_second, best.num_threads, now()
+    )
+    words = f"Best for an update on the host: {best.num_threads} thread{'s'[: best.num_threads > 1]}."
+    return rows, asdict(figures), replace(before, memory=figures), words
+
+
+def _links(args: argparse.Namespace, before: Calibration) -> tuple[Rows, dict[str, Any], Calibration, str]:
+    num_bytes = links.QUICK_BYTES if args.quick else links.NUM_BYTES
+    rows = _with_progress("links", 2, lambda tell: links.measure_links(num_bytes, tell))
+    rates = {row.link: row.bytes_per_second for row in rows}
+    figures = LinkFigures(
+        rates[links.SHARED],
+        rates[links.MESSAGES],
+        rates.get(links.TO_DEVICE, 0.0),
+        rates.get(links.FROM_DEVICE, 0.0),
+        now(),
+    )
+    words = "" if links.TO_DEVICE in rates else "This machine has no device that torch can use."
+    return rows, asdict(figures), replace(before, links=figures), words
+
+
+def _with_progress(what: str, num_steps: int, measure: Callable[[Callable[[Any], None]], Rows]) -> Rows:
+    """On a terminal a bar, on the error stream; elsewhere nothing."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task(what, total=num_steps)
+        return measure(lambda _: progress.advance(task))
+
+
+def _disk_table(rows: Sequence[disk.DiskRow]) -> Table:
+    best = disk.best_of(rows)
+    table = _table("block", "depth", "", "write /s", "read /s", "")
+    for row in rows:
+        kind = "direct" if row.is_direct else "cached"
+        rates = (format_bytes(row.write_bytes_per_second), format_bytes(row.read_bytes_per_second))
+        table.add_row(format_bytes(row.block_bytes), str(row.depth), kind, *rates, Text("best" if row is best else ""))
+    return table
+
+
+def _host_table(rows: Sequence[host.HostRow]) -> Table:
+    table = _table("threads", "copied /s", "AdamW elements /s", "AdamW bytes /s", "over copying")
+    for row in rows:
+        over = row.adam_bytes_per_second / (2 * row.copy_bytes_per_second)
+        table.add_row(
+            str(row.num_threads),
+            format_bytes(row.copy_bytes_per_second),
+            format_count(row.adam_elements_per_second),
+            format_bytes(row.adam_bytes_per_second),
+            f"{over:.2f}",
+        )
+    return table
+
+
+def _links_table(rows: Sequence[links.LinkRow]) -> Table:
+    table = _table("link", "bytes", "/s")
+    for row in rows:
+        table.add_row(row.link, format_bytes(row.num_bytes), format_bytes(row.bytes_per_second))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"shardwise bench {program}", description=_SUMMARIES[program])
+    option = parser.add_argument
+    if program == "disk":
+        option("folder", help="where the disk tier is to be: any folder on that disk")
+        option("--size", type=_bytes, metavar="BYTES", help="of the file, at most (default: 512MiB)")
+    option("--quick", action="store_true", help="fewer settings and less time: a first idea")
+    option("--json", action="store_true", help="print JSON instead of a table")
+    option("--calibration", type=Path, metavar="FILE", help=f"where to keep it (default: {default_path()})")
+    return parser
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+_SUMMARIES = {
+    "disk": "How fast a folder's disk reads and writes, by the size of requests and how many are under way.",
+    "host": "How fast host memory is copied, and AdamW updates what lies there, by threads.",
+    "links": "How fast bytes go between two ranks of this machine, and between it and its first device.",
+}
+_PROGRAMS = {"disk": _disk, "host": _host, "links": _links}
+_TABLES: dict[str, Callable[[Any], Table]] = {"disk": _disk_table, "host": _host_table, "links": _links_table}

@@ -1,0 +1,24 @@
+"""Mixtures of experts: layers for models of one's own, and the mesh axis `ep`, along which each rank has some experts
+(GShard, arXiv:2006.16668)."""
+
+from shardwise.experts.layer import Experts, MoE
+from shardwise.experts.router import Router, Routing, auxiliary_loss, refuse_losses, update_biases
+from shardwise.experts.split import AXIS, ExpertModule, ExpertSplit, expert_modules, expert_split
+from shardwise.experts.totals import RankTotal, share_totals
+
+__all__ = [
+    "AXIS",
+    "ExpertModule",
+    "ExpertSplit",
+    "Experts",
+    "MoE",
+    "RankTotal",
+    "Router",
+    "Routing",
+    "auxiliary_loss",
+    "expert_modules",
+    "expert_split",
+    "refuse_losses",
+    "share_totals",
+    "update_biases",
+]

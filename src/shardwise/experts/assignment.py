@@ -1,0 +1,87 @@
+"""Which tokens go to which experts: choices sorted by expert, and the way back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The choices of `num_tokens` tokens, `top_k` each, in the order of the experts.
+
+    `order`, int64, are the choices that count, as positions in `index.flatten()`: those of expert 0 first. `counts`,
+    int64 `[num_experts]`, says how many each expert has.
+    """
+
+    order: Tensor
+    counts: Tensor
+    num_tokens: int
+    top_k: int
+
+    def rows(self, hidden: Tensor) -> Tensor:
+        """Of `hidden` `[num_tokens, width]` a row for each choice, in the order of the experts."""
+        return hidden[self.order // self.top_k]
+
+    def combine(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """For each token the sum of its choices' `rows`, times their `weights` `[num_tokens, top_k]`, if given.
+
+        Sums are taken in the wider dtype of rows and weights, and returned in that of the rows. A choice that was
+        dropped adds nothing.
+        """
+        width = rows.shape[1]
+        is_all = self.order.shape[0] == self.num_tokens * self.top_k
+        if is_all:
+            by_choice = rows[_inverse(self.order)]
+        else:
+            by_choice = rows.new_zeros(self.num_tokens * self.top_k, width).index_copy(0, self.order, rows)
+        by_choice = by_choice.view(self.num_tokens, self.top_k, width)
+        if weights is not None:
+            by_choice = by_choice * weights.unsqueeze(-1)
+        return (by_choice[:, 0] if self.top_k == 1 else by_choice.sum(1)).to(rows.dtype)
+
+
+def assign(index: Tensor, num_experts: int, *, drops: bool) -> Assignment:
+    """Sort the choices `index` `[num_tokens, top_k]`, numbers of experts. With `drops` it may have `num_experts` where
+    a choice is dropped; that takes a look at the device."""
+    num_tokens, top_k = index.shape
+    flat = index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = num_per_expert(flat, num_experts + drops)
+    if drops:
+        order = order[: flat.shape[0] - int(counts[-1])]
+        counts = counts[:-1]
+    return Assignment(order, counts, num_tokens, top_k)
+
+
+def num_per_expert(index: Tensor, num_experts: int) -> Tensor:
+    """How often each expert is in `index`: int64 `[num_experts]`."""
+    flat = index.reshape(-1)
+    return flat.new_zeros(num_experts, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def capacity_of(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """How many choices an expert takes of this rank's tokens: at `factor` 1 as many as if all were evenly loaded."""
+    return max(1, math.ceil(factor * num_tokens * top_k / num_experts))
+
+
+def dropped_over(index: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """`index` with `num_experts` in place of what an expert has no room for: first choices come before second ones,
+    and earlier tokens before later ones (GShard, arXiv:2006.16668)."""
+    by_choice = index.t().reshape(-1)
+    order = torch.argsort(by_choice, stable=True)
+    counts = num_per_expert(by_choice, num_experts)
+    starts = counts.cumsum(0) - counts
+    place = _inverse(order) - starts[by_choice]
+    kept = torch.where(place < capacity, by_choice, num_experts)
+    return kept.view(index.shape[1], index.shape[0]).t()
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Where each position is in `order`. Without `torch.arange`: over split sequences that is taken for a model that
+    numbers its tokens."""
+    return torch.empty_like(order).scatter_(0, order, torch.ones_like(order).cumsum(0) - 1)

@@ -1,0 +1,152 @@
+"""Layers of experts for models of one's own. They work in one process, and know nothing of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from shardwise.errors import ModelError
+from shardwise.experts.assignment import assign, capacity_of, dropped_over
+from shardwise.experts.products import grouped_linear
+from shardwise.experts.router import Router
+
+Tensor = torch.Tensor
+Activation = Literal["silu", "gelu"]
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": functional.silu, "gelu": functional.gelu}
+
+
+class Experts(nn.Module):
+    """`num_experts` MLPs without biases, their matrices stacked.
+
+    Gated (`activation(gate x) * up x`, arXiv:2002.05202) or not, then `down`. `gate_up_proj` is
+    `[num_experts, 2 * intermediate_size, hidden_size]` (`up_proj` if not gated: half of that), and `down_proj`
+    `[num_experts, hidden_size, intermediate_size]`, as models of transformers have them.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        *,
+        activation: Activation = "silu",
+        gated: bool = True,
+    ) -> None:
+        super().__init__()
+        if activation not in get_args(Activation):
+            raise ModelError(f"activation is {activation!r}; it is one of {', '.join(get_args(Activation))}.")
+        if min(hidden_size, intermediate_size, num_experts) < 1:
+            raise ModelError(
+                f"Experts need sizes of at least 1, not hidden_size {hidden_size}, intermediate_size "
+                f"{intermediate_size} and num_experts {num_experts}."
+            )
+        self.num_experts = num_experts
+        self.activation = activation
+        self.gated = gated
+        self.drops = False
+        """Whether `top_k_index` may say `num_experts`, for nobody."""
+        first = nn.Parameter(torch.empty(num_experts, intermediate_size * (2 if gated else 1), hidden_size))
+        self.register_parameter("gate_up_proj" if gated else "up_proj", first)
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear` does for each matrix."""
+        for param in self.parameters():
+            bound = 1 / math.sqrt(param.shape[2])
+            nn.init.uniform_(param, -bound, bound)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
+        """For each token of `hidden_states` `[tokens, hidden_size]` the sum of what its experts make of it, times their
+        weights. `top_k_index`, int64, and `top_k_weights` are `[tokens, top_k]`."""
+        assignment = assign(top_k_index, self.num_experts, drops=self.drops)
+        made = self._made_of(assignment.rows(hidden_states), assignment.counts)
+        return assignment.combine(made, top_k_weights)
+
+    def _made_of(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Of rows that lie expert after expert."""
+        first, last = self.get_parameter("gate_up_proj" if self.gated else "up_proj"), self.down_proj
+        if torch.is_autocast_enabled(rows.device.type):
+            dtype = torch.get_autocast_dtype(rows.device.type)
+            rows, first, last = rows.to(dtype), first.to(dtype), last.to(dtype)  # type: ignore[assignment]
+        inner = grouped_linear(rows, first, counts)
+        activate = _ACTIVATIONS[self.activation]
+        if self.gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = activate(gate) * up
+        else:
+            inner = activate(inner)
+        return grouped_linear(inner, last, counts)
+
+    def extra_repr(self) -> str:
+        kind = f"gated {self.activation}" if self.gated else self.activation
+        return f"{self.num_experts} x {kind}, {self.down_proj.shape[1]} -> {self.down_proj.shape[2]}"
+
+
+class MoE(nn.Module):
+    """A mixture of experts in the place of an MLP (arXiv:1701.06538): `router`, `experts`, and `shared`, an expert for
+    all tokens whose output is added, if `shared_size` is its intermediate size.
+
+    Without `capacity_factor` no token is dropped. With one, an expert takes at most
+    `ceil(capacity_factor * tokens * top_k / num_experts)` of the tokens that a rank has in a forward, in training and
+    out of it: first choices first, then by position; what is dropped adds nothing. Further settings are those of
+    `Router`. Under an engine whose mesh has the axis `ep` each rank keeps some of the experts: see docs/experts.md.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        activation: Activation = "silu",
+        gated: bool = True,
+        shared_size: int = 0,
+        capacity_factor: float | None = None,
+        **router: Any,
+    ) -> None:
+        """Raises `ModelError` for sizes that make no layer."""
+        super().__init__()
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ModelError(f"capacity_factor is {capacity_factor}; give a positive one, or None to drop no token.")
+        self.capacity_factor = capacity_factor
+        self.router = Router(hidden_size, num_experts, top_k, **router)
+        self.experts = Experts(hidden_size, intermediate_size, num_experts, activation=activation, gated=gated)
+        self.experts.drops = capacity_factor is not None
+        self.shared = Mlp(hidden_size, shared_size, activation=activation, gated=gated) if shared_size else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`hidden` is `[..., hidden_size]`, and so is what is returned."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        index, weights = self.router(flat)
+        if self.capacity_factor is not None:
+            num_experts, top_k = self.router.num_experts, self.router.top_k
+            capacity = capacity_of(flat.shape[0], top_k, num_experts, self.capacity_factor)
+            index = dropped_over(index, num_experts, capacity)
+        out: Tensor = self.experts(flat, index, weights)
+        if self.shared is not None:
+            out = out + self.shared(flat)
+        return out.view(*hidden.shape[:-1], out.shape[-1])
+
+
+class Mlp(nn.Module):
+    """One expert, of plain linear layers without biases."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, activation: Activation, gated: bool) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False) if gated else None
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        activate = _ACTIVATIONS[self.activation]
+        up = self.up_proj(hidden)
+        out: Tensor = self.down_proj(activate(up) if self.gate_proj is None else activate(self.gate_proj(hidden)) * up)
+        return out

@@ -1,0 +1,36 @@
+"""Products of groups of rows, each group with a matrix of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+Tensor = torch.Tensor
+_ALIGNMENT_BYTES = 16
+"""Torch's kernel wants rows to begin at multiples of this."""
+
+
+def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """`rows @ weights[group].T` for rows that lie group after group, without padding.
+
+    `rows` is `[num_rows, in]`, `weights` `[groups, out, in]`, and `counts` `[groups]` says how many rows each group
+    has, int64; together they are all rows. The output is `[num_rows, out]`. One kernel where torch has one for the
+    dtype and device, else a product for each group.
+    """
+    if _has_kernel(rows, weights):
+        ends = counts.cumsum(0).to(torch.int32)
+        made: Tensor = functional.grouped_mm(rows, weights.mT, offs=ends)
+        return made
+    parts = rows.split_with_sizes(counts.tolist())
+    return torch.cat([functional.linear(part, weight) for part, weight in zip(parts, weights.unbind(0), strict=True)])
+
+
+def _has_kernel(rows: Tensor, weights: Tensor) -> bool:
+    kinds = (torch.bfloat16, torch.float32) if rows.device.type == "cpu" else (torch.bfloat16,)
+    widths = (weights.shape[1], weights.shape[2])
+    return (
+        rows.shape[0] > 0
+        and rows.dtype == weights.dtype
+        and rows.dtype in kinds
+        and all(width * rows.element_size() % _ALIGNMENT_BYTES == 0 for width in widths)
+    )

@@ -1,0 +1,171 @@
+"""Which experts of a model each rank along `ep` has: found and checked before anything is changed."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.comm import Line
+from shardwise.config import Plan
+from shardwise.errors import ConfigError, ModelError
+from shardwise.experts.dispatch import DispatchedExperts
+from shardwise.experts.layer import Experts
+from shardwise.mesh import EXPERT_AXIS, Mesh
+from shardwise.placement import Box, Span
+
+AXIS = EXPERT_AXIS
+_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+_STACKED = "grouped_gemm"
+"""What an `ep_plan` of transformers says of a parameter whose first dimension counts experts."""
+
+
+@dataclass(frozen=True)
+class ExpertModule:
+    """A module with several experts, and those of its parameters whose first dimension counts them."""
+
+    path: str
+    module: nn.Module
+    params: tuple[nn.Parameter, ...]
+    num_experts: int
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of a row that is sent."""
+        width = getattr(self.module, "hidden_dim", None)
+        return width if isinstance(width, int) else int(self.params[-1].shape[1])
+
+
+@dataclass(frozen=True)
+class ExpertSplit:
+    """What becomes of a model's experts on the rank at `place`. Nothing has been changed for it yet.
+
+    `deals[i]` are the experts of the rank at place i, by their numbers; those of each module are dealt alike.
+    """
+
+    place: int
+    modules: tuple[ExpertModule, ...]
+    deals: Mapping[str, tuple[Span, ...]]
+
+    @property
+    def params(self) -> frozenset[nn.Parameter]:
+        return frozenset(param for found in self.modules for param in found.params)
+
+    def boxes(self, copies: int, place: int) -> dict[nn.Parameter, Box]:
+        """This rank's parts of experts, of which `copies` ranks have the same, this one the `place`-th of them."""
+        return {
+            param: Box.cut(param.shape, 0, [self.deals[found.path][self.place]], copies, place)
+            for found in self.modules
+            for param in found.params
+        }
+
+    def carry_out(self, line: Line) -> None:
+        """Change the modules in place, whose parameters are parts already."""
+        for found in self.modules:
+            deals = self.deals[found.path]
+            found.module.num_experts = deals[self.place].numel  # type: ignore[assignment]  # a module's own attribute
+            found.module.__dict__["forward"] = DispatchedExperts(found.module, line, deals)
+
+    def __str__(self) -> str:
+        """`ep 0: experts 0-3 of 8 in blocks.*.experts (2 modules)`, a line for each place and deal."""
+        lines = []
+        for (num_experts, paths), _ in itertools.groupby(_alike(self.modules)):
+            deals = self.deals[paths[0]]
+            shown = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+            lines += [
+                f"{AXIS} {place}: experts {_range(own)} of {num_experts} in {shown}" for place, own in enumerate(deals)
+            ]
+        return "\n".join(lines) + "\n"
+
+
+def expert_split(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> ExpertSplit | None:
+    """How `mesh` deals out the experts of `model`, as `rank` sees it; `None` if it does not.
+
+    Raises `ConfigError` or `ModelError` for a model or plan that cannot be meant so.
+    """
+    if not mesh.has_experts:
+        return None
+    num_ranks = mesh.size(AXIS)
+    if plan.compile is not None:
+        raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
+    if plan.tensor.sequence and "tp" in mesh.model_axes:
+        raise ConfigError(
+            f"tensor.sequence gives the ranks along tp other tokens, and with {AXIS} they have to send the same ones "
+            f"to experts. Leave out either."
+        )
+    modules = tuple(expert_modules(model))
+    if not modules:
+        raise ModelError(
+            f"The mesh {mesh} deals out experts along {AXIS}, but {type(model).__name__} has none that are known: "
+            f"neither shardwise.experts.MoE nor an ep_plan, as models of transformers have. Leave {AXIS} out of the "
+            f"mesh."
+        )
+    deals = {found.path: _dealt(found, num_ranks) for found in modules}
+    return ExpertSplit(mesh.coordinate(rank)[AXIS], modules, deals)
+
+
+def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
+    """Those of `shardwise.experts`, and those that the `ep_plan` of a model of transformers names."""
+    brought = getattr(model, "_ep_plan", None) or {}
+    patterns = [pattern for pattern, style in brought.items() if style == _STACKED]
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, Experts):
+            yield ExpertModule(path, module, tuple(own.values()), module.num_experts)
+            continue
+        stacked = [param for name, param in own.items() if any(_fits(f"{path}.{name}", one) for one in patterns)]
+        if stacked:
+            yield _of_transformers(path, module, stacked)
+
+
+def _of_transformers(path: str, module: nn.Module, stacked: Sequence[nn.Parameter]) -> ExpertModule:
+    num_experts = getattr(module, "num_experts", None)
+    takes = tuple(inspect.signature(type(module).forward).parameters)[1:4]
+    own = inspect.signature(inspect.unwrap(type(module).forward)).parameters
+    if takes != _ARGUMENTS and tuple(own)[1:4] != _ARGUMENTS:
+        raise ModelError(
+            f"The experts of {path} ({type(module).__name__}) take {', '.join(takes) or 'nothing'}, where those that "
+            f"can be dealt out along {AXIS} take {', '.join(_ARGUMENTS)}. Leave {AXIS} out of the mesh."
+        )
+    if any(param.shape[0] != num_experts for param in stacked):
+        raise ModelError(
+            f"{path} has num_experts {num_experts}, and parameters for {_counts(stacked)}, which have to be as many. "
+            f"Leave {AXIS} out of the mesh."
+        )
+    return ExpertModule(path, module, tuple(stacked), int(num_experts or 0))
+
+
+def _dealt(found: ExpertModule, num_ranks: int) -> tuple[Span, ...]:
+    """Neighbours go to one rank; where they do not divide, the first ranks get one more."""
+    least, more = divmod(found.num_experts, num_ranks)
+    if not least:
+        raise ModelError(
+            f"{found.path} has {found.num_experts} experts for {num_ranks} ranks along {AXIS}. Choose a size of {AXIS} "
+            f"of at most {found.num_experts}."
+        )
+    starts = [place * least + min(place, more) for place in range(num_ranks + 1)]
+    return tuple(Span(start, stop) for start, stop in itertools.pairwise(starts))
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+
+def _alike(modules: Sequence[ExpertModule]) -> list[tuple[int, tuple[str, ...]]]:
+    """Modules with as many experts."""
+    by_number: dict[int, list[str]] = {}
+    for found in modules:
+        by_number.setdefault(found.num_experts, []).append(found.path)
+    return [(number, tuple(paths)) for number, paths in by_number.items()]
+
+
+def _range(own: Span) -> str:
+    return f"{own.start}" if own.numel == 1 else f"{own.start}-{own.stop - 1}"
+
+
+def _counts(stacked: Sequence[nn.Parameter]) -> str:
+    return " and ".join(str(param.shape[0]) for param in stacked)

@@ -1,0 +1,235 @@
+"""Adam on the host: each element goes through memory once, by several threads and torch's own fused kernel.
+
+[Note: one pass] Torch's kernel wants gradients in the dtype of the parameters, so a bf16 gradient costs an fp32 copy,
+and a bf16 parameter another pass. In slices that stay in a processor's cache both are free of memory traffic: a slice
+of the gradient is widened (and scaled) there, updated with, and the parameter is narrowed while it still lies there.
+With bf16 gradients and parameters that is 28 bytes an element: 2 + 12 read, 12 + 2 written. Slices are taken by threads
+of ours rather than by torch's own: those wait for each other, spinning, at the end of every operation, and all of a
+slice stays with the core that has it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.errors import ConfigError, ModelError
+from shardwise.optim.adam import CACHE_NUMEL
+from shardwise.tiers import Pending
+
+Tensor = torch.Tensor
+Kernel = Callable[..., None]
+LANES = 64
+"""Elements in a cache line or vector at most, for the narrowest dtype. Cuts between slices are multiples of it, so that
+every element is worked out by the same instructions as in one call for the whole."""
+
+
+UNCUT = 8
+"""Slices that one may be as long as where nothing is widened or narrowed: each byte is then touched once anyway."""
+
+
+@dataclass(frozen=True)
+class AdamTensors:
+    """What one update reads and writes: flat, contiguous tensors on the host, of one length.
+
+    `param`, `exp_avg`, `exp_avg_sq` (and `max_exp_avg_sq`, for amsgrad) have one dtype, fp32 or fp64, and are updated
+    in place. `grad` has any floating dtype and is left as it is. `out`, if there is one, is given the updated
+    parameter, in its own dtype.
+    """
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None = None
+    out: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, tensor in self._given():
+            alike = self.param.dtype if name not in ("grad", "out") else tensor.dtype
+            if (
+                tensor.device.type != "cpu"
+                or tensor.dim() != 1
+                or tensor.numel() != self.param.numel()
+                or not tensor.is_contiguous()
+                or not tensor.is_floating_point()
+                or tensor.dtype != alike
+            ):
+                raise ModelError(
+                    f"{name} is {_said(tensor)}, the parameter {_said(self.param)}. An update on the host needs flat, "
+                    f"contiguous CPU tensors of one length, the states in the parameter's dtype."
+                )
+        if self.param.dtype not in (torch.float32, torch.float64):
+            raise ModelError(
+                f"The parameter is {_said(self.param)}; an update on the host keeps masters in fp32 or fp64."
+            )
+
+    def narrow(self, start: int, stop: int) -> AdamTensors:
+        """Elements `start` to `stop` of everything."""
+        part = object.__new__(AdamTensors)  # views of what was checked
+        cut = {name: tensor[start:stop] for name, tensor in self._given()}
+        part.__dict__.update({"max_exp_avg_sq": None, "out": None} | cut)
+        return part
+
+    def _given(self) -> list[tuple[str, Tensor]]:
+        pairs = ((one.name, getattr(self, one.name)) for one in fields(self))
+        return [(name, tensor) for name, tensor in pairs if tensor is not None]
+
+
+class HostAdam:
+    """Adam and AdamW (arXiv:1412.6980, arXiv:1711.05101) over flat tensors on the host. `close()` it.
+
+    In fp32 an update has the bits of `torch.optim.AdamW(fused=True)` (or `Adam`) over the same tensors.
+    """
+
+    def __init__(self, num_threads: int | None = None, slice_numel: int = CACHE_NUMEL) -> None:
+        """By default as many threads as torch has (`OMP_NUM_THREADS`), with slices of 2^18 elements."""
+        self.num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        if self.num_threads < 1 or slice_numel < 1:
+            raise ConfigError(
+                f"A host Adam of {self.num_threads} threads and slices of {slice_numel} elements was asked for; both "
+                f"are at least 1."
+            )
+        self._slice_numel = -(-slice_numel // LANES) * LANES
+        self._scratch = threading.local()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def start(
+        self, every: Iterable[AdamTensors], group: Mapping[str, Any], *, step: int, scale: float = 1.0
+    ) -> Pending:
+        """Begin one update of `every`. Until `wait` the tensors are not to be touched.
+
+        `group` has the settings: an entry of `param_groups` of torch's Adam or AdamW. `step` counts from 1. Gradients
+        are multiplied by `scale` in the dtype of the parameter: one over the loss scale, a factor of clipping, or both.
+        """
+        every = list(every)
+        kernel = _kernel(group, every)
+        slice_numel = self._slice_numel if _needs_scratch(every, scale) else UNCUT * self._slice_numel
+        tasks = deque(bundles(every, slice_numel))
+        count = torch.tensor(float(step))
+
+        def work() -> None:
+            while True:
+                try:
+                    task = tasks.popleft()
+                except IndexError:
+                    return
+                self._update(task, kernel, count, scale)
+
+        pool = self._threads()
+        return Pending([pool.submit(work) for _ in range(min(self.num_threads, len(tasks)))])
+
+    def update(self, every: Iterable[AdamTensors], group: Mapping[str, Any], *, step: int, scale: float = 1.0) -> None:
+        """`start`, and wait."""
+        self.start(every, group, step=step, scale=scale).wait()
+
+    def close(self) -> None:
+        """Let the threads go. May be called twice; another update makes new ones."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+    def _update(self, task: Sequence[AdamTensors], kernel: Kernel, count: Tensor, scale: float) -> None:
+        params = [one.param for one in task]
+        grads = self._widened(task, scale)
+        moments = [one.exp_avg for one in task], [one.exp_avg_sq for one in task]
+        maxima = [one.max_exp_avg_sq for one in task if one.max_exp_avg_sq is not None]
+        kernel(params, grads, *moments, maxima, [count] * len(task))
+        for one in task:
+            if one.out is not None:
+                one.out.copy_(one.param)
+
+    def _widened(self, task: Sequence[AdamTensors], scale: float) -> list[Tensor]:
+        """The gradients in the parameters' dtype and scaled, in this thread's own memory where that changes them."""
+        grads, start = [], 0
+        for one in task:
+            if one.grad.dtype == one.param.dtype and scale == 1:
+                grads.append(one.grad)
+                continue
+            wide = self._memory(one.param.dtype)[start : start + one.grad.numel()].copy_(one.grad)
+            start += one.grad.numel()
+            grads.append(wide if scale == 1 else wide.mul_(scale))
+        return grads
+
+    def _memory(self, dtype: torch.dtype) -> Tensor:
+        kept = self._scratch.__dict__.setdefault("memory", {})
+        if dtype not in kept:
+            kept[dtype] = torch.empty(self._slice_numel, dtype=dtype)
+        memory: Tensor = kept[dtype]
+        return memory
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """[Note: threads of threads] How many threads torch's operations use is a setting of the calling thread, and
+        what was said last is what threads that torch has not seen yet begin with. So it is said once more here."""
+        if self._pool is None:
+            before = torch.get_num_threads()
+            started = threading.Barrier(self.num_threads + 1)
+
+            def begin() -> None:
+                torch.get_num_threads()  # what a thread asks first sets it
+                torch.set_num_threads(1)
+                started.wait()
+
+            self._pool = ThreadPoolExecutor(self.num_threads, "shardwise update")
+            beginning = [self._pool.submit(begin) for _ in range(self.num_threads)]
+            started.wait()
+            for one in beginning:
+                one.result()
+            torch.set_num_threads(before)
+        return self._pool
+
+
+def bundles(every: Iterable[AdamTensors], slice_numel: int) -> Iterator[list[AdamTensors]]:
+    """Slices of at most `slice_numel` elements; small tensors of one dtype go together, as many as that makes."""
+    together: list[AdamTensors] = []
+    numel = 0
+    for one in every:
+        for start in range(0, one.param.numel(), slice_numel):
+            part = one.narrow(start, min(start + slice_numel, one.param.numel()))
+            if together and (numel + part.param.numel() > slice_numel or part.param.dtype != together[0].param.dtype):
+                yield together
+                together, numel = [], 0
+            together.append(part)
+            numel += part.param.numel()
+    if together:
+        yield together
+
+
+def _needs_scratch(every: Sequence[AdamTensors], scale: float) -> bool:
+    return scale != 1 or any(one.out is not None or one.grad.dtype != one.param.dtype for one in every)
+
+
+def _kernel(group: Mapping[str, Any], every: Sequence[AdamTensors]) -> Kernel:
+    """Torch's own, with the settings of `group` as they are now.
+
+    `torch.optim.adam.adam` is the public way to it, and takes longer to reach it than a slice takes.
+    """
+    if "betas" not in group or "eps" not in group:
+        raise ConfigError(
+            f"The update on the host is Adam's; a group with {', '.join(sorted(group))} is none of Adam's."
+        )
+    amsgrad = bool(group.get("amsgrad", False))
+    if any((one.max_exp_avg_sq is not None) != amsgrad for one in every):
+        raise ModelError(f"The group has amsgrad={amsgrad}; max_exp_avg_sq is given with amsgrad=True, and only then.")
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    return partial(
+        torch._fused_adamw_ if group.get("decoupled_weight_decay", True) else torch._fused_adam_,
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
+        amsgrad=amsgrad,
+        maximize=bool(group.get("maximize", False)),
+    )
+
+
+def _said(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,62 @@
+"""A step of torch's Adam or AdamW over pieces on the host, by the one-pass kernel of `host_adam.py`.
+
+States are made and kept as torch makes and keeps them, so that an update by either may follow one by the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.optim.host_adam import AdamTensors, HostAdam
+from shardwise.optim.piece import Piece
+
+Tensor = torch.Tensor
+TORCHS_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def takes(member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> bool:
+    """Whether it can be done so, and is asked for: an Adam of torch's that says `fused=True`, or leaves it to torch by
+    which kernel it is worked out."""
+    if type(member) not in TORCHS_ADAMS:
+        return False
+    if any(piece.tensor.dtype not in (torch.float32, torch.float64) for piece in pieces):
+        return False
+    return all(
+        not group.get("foreach")
+        and group.get("fused") in (None, True)
+        and (group.get("fused") or group.get("foreach") is None)
+        and not group.get("capturable")
+        and not group.get("differentiable")
+        for group in member.param_groups
+    )
+
+
+def step(member: torch.optim.Optimizer, pieces: Sequence[Piece], adam: HostAdam) -> None:
+    """Update those of `pieces` that have a gradient, with the settings of their groups."""
+    wanted = {piece.tensor for piece in pieces if piece.tensor.grad is not None}
+    for group in member.param_groups:
+        by_step: dict[int, list[AdamTensors]] = {}
+        for param in (param for param in group["params"] if param in wanted):
+            state = member.state[param]
+            if not state:
+                _begin(state, param, group)
+            state["step"] += 1
+            by_step.setdefault(int(state["step"]), []).append(_tensors(param, state))
+        for number, every in by_step.items():
+            adam.update(every, group, step=number)
+
+
+def _begin(state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
+    state["step"] = torch.tensor(0.0)
+    state["exp_avg"] = torch.zeros_like(param)
+    state["exp_avg_sq"] = torch.zeros_like(param)
+    if group["amsgrad"]:
+        state["max_exp_avg_sq"] = torch.zeros_like(param)
+
+
+def _tensors(param: Tensor, state: dict[str, Any]) -> AdamTensors:
+    assert param.grad is not None
+    return AdamTensors(param.detach(), param.grad, state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq"))

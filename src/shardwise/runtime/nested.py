@@ -1,0 +1,38 @@
+"""The tensors in what a module is called with, or returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+
+from torch import Tensor, nn
+
+
+def named_tensors(args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
+    """Every tensor in the arguments of a call, by the argument's name, and a number if there are several in it."""
+    named = {}
+    for name, value in {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}.items():
+        found = list(tensors_in(value))
+        for number, tensor in enumerate(found):
+            named[name if len(found) == 1 else f"{name}[{number}]"] = tensor
+    return named
+
+
+def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
+    """Every tensor in a nest of tuples, lists, dicts, dataclasses and plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | nn.Module):
+        return
+    inner: object
+    if isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        inner = value
+    elif is_dataclass(value):
+        inner = [getattr(value, one.name) for one in fields(value)]
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+    for item in inner:
+        yield from tensors_in(item, depth - 1)

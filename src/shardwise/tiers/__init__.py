@@ -1,0 +1,85 @@
+"""The disk tier's files: aligned direct I/O by several threads, buffers on pages, a folder that one job has.
+
+Above `devices`, beside `comm`: no ranks, no tables. Checkpoints are written through the same calls.
+
+Names are imported when first used: whoever shards a model without tiers does not wait for theirs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.tiers.align import PAGE, Region, layout
+    from shardwise.tiers.buffers import BufferPool, Stage, pages
+    from shardwise.tiers.calls import Calls, SystemCalls
+    from shardwise.tiers.copying import copy_range
+    from shardwise.tiers.direct import open_direct, read_at, write_at
+    from shardwise.tiers.disk_file import DiskFile
+    from shardwise.tiers.folder import LeftBehind, TierFolder
+    from shardwise.tiers.holder import Holder
+    from shardwise.tiers.io_queue import BLOCK_BYTES, DEPTH, IoQueue
+    from shardwise.tiers.mounts import check_local
+    from shardwise.tiers.pending import Pending
+    from shardwise.tiers.slices import Step, steps, walk
+
+__all__ = [
+    "BLOCK_BYTES",
+    "DEPTH",
+    "PAGE",
+    "BufferPool",
+    "Calls",
+    "DiskFile",
+    "Holder",
+    "IoQueue",
+    "LeftBehind",
+    "Pending",
+    "Region",
+    "Stage",
+    "Step",
+    "SystemCalls",
+    "TierFolder",
+    "check_local",
+    "copy_range",
+    "layout",
+    "open_direct",
+    "pages",
+    "read_at",
+    "steps",
+    "walk",
+    "write_at",
+]
+
+_HOMES = {
+    "BLOCK_BYTES": "shardwise.tiers.io_queue",
+    "DEPTH": "shardwise.tiers.io_queue",
+    "PAGE": "shardwise.tiers.align",
+    "BufferPool": "shardwise.tiers.buffers",
+    "Calls": "shardwise.tiers.calls",
+    "DiskFile": "shardwise.tiers.disk_file",
+    "Holder": "shardwise.tiers.holder",
+    "IoQueue": "shardwise.tiers.io_queue",
+    "LeftBehind": "shardwise.tiers.folder",
+    "Pending": "shardwise.tiers.pending",
+    "Region": "shardwise.tiers.align",
+    "Stage": "shardwise.tiers.buffers",
+    "Step": "shardwise.tiers.slices",
+    "SystemCalls": "shardwise.tiers.calls",
+    "TierFolder": "shardwise.tiers.folder",
+    "check_local": "shardwise.tiers.mounts",
+    "copy_range": "shardwise.tiers.copying",
+    "layout": "shardwise.tiers.align",
+    "open_direct": "shardwise.tiers.direct",
+    "pages": "shardwise.tiers.buffers",
+    "read_at": "shardwise.tiers.direct",
+    "steps": "shardwise.tiers.slices",
+    "walk": "shardwise.tiers.slices",
+    "write_at": "shardwise.tiers.direct",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise.tiers' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,193 @@
+"""A file of fixed size on a disk tier: read and written past the page cache, by several threads at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+import zlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from shardwise.errors import StateError, TierError
+from shardwise.tiers.align import PAGE, down, requests, up
+from shardwise.tiers.buffers import pages
+from shardwise.tiers.calls import SYSTEM, Calls
+from shardwise.tiers.copying import copy_range
+from shardwise.tiers.direct import open_direct, read_at, write_at
+from shardwise.tiers.faults import folder_fault, io_fault
+from shardwise.tiers.io_queue import IoQueue
+from shardwise.tiers.pending import Pending
+from shardwise.units import format_bytes
+
+_log = logging.getLogger("shardwise")
+
+
+class DiskFile:
+    """One process's file of `num_bytes` (rounded up to a page), whose space is taken when it is made. `close()` it.
+
+    [Note: files without names] The file loses its name as soon as it is open, so whatever ends the process, the space
+    is free again. A process that is killed between the two steps leaves an empty file, which is found by its name
+    (`TierFolder`).
+
+    `read` and `write` take buffers that begin on a page and offsets on pages (`BufferPool`), copy nothing, and return
+    at once. Until the `Pending` is waited for a buffer belongs to the file, and two requests for the same bytes may
+    come in either order. `get` and `put` take any bytes and wait.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        num_bytes: int,
+        queue: IoQueue,
+        *,
+        checksums: bool = False,
+        calls: Calls = SYSTEM,
+        folder: object = None,
+    ) -> None:
+        """With `checksums` each block of the queue that was written as a whole is compared when it is read so.
+
+        `folder` is kept for as long as the file lives.
+        """
+        self._folder = folder
+        self.path = path
+        self.num_bytes = up(num_bytes)
+        self.queue = queue
+        self._calls = calls
+        self._sums: dict[int, int] | None = {} if checksums else None
+        self._lock = threading.Lock()
+        try:
+            self._handle, self.is_direct = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, calls)
+        except OSError as error:
+            raise folder_fault(f"{path} cannot be made", error) from error
+        self._close = weakref.finalize(self, os.close, self._handle)
+        try:
+            path.unlink()
+            calls.reserve(self._handle, self.num_bytes)
+        except OSError as error:
+            self.close()
+            raise folder_fault(f"{path} of {format_bytes(self.num_bytes)} cannot be made", error) from error
+        if not self.is_direct:
+            self._say_cached()
+
+    def read(self, start: int, into: torch.Tensor) -> Pending:
+        """Fill `into`, a flat uint8 tensor on pages, with the bytes from `start` on."""
+        return self._start(self._read_block, start, into)
+
+    def write(self, start: int, data: torch.Tensor) -> Pending:
+        """Write `data`, a flat uint8 tensor on pages, from byte `start` on."""
+        return self._start(self._write_block, start, data)
+
+    def get(self, start: int, stop: int) -> torch.Tensor:
+        """Bytes `start` to `stop`, wherever they begin: a new flat uint8 tensor."""
+        first, last = down(start), up(stop)
+        self._check(first, last)
+        memory = pages(last - first)[: last - first]
+        self.read(first, memory).wait()
+        return memory[start - first : stop - first]
+
+    def put(self, start: int, data: torch.Tensor) -> None:
+        """Replace bytes from `start` on by `data`, a flat uint8 tensor; what shares a page with them stays."""
+        stop = start + data.numel()
+        first, last = down(start), up(stop)
+        self._check(first, last)
+        memory = pages(last - first)[: last - first]
+        edges = sorted({down(edge) for edge in (start, stop) if edge % PAGE})
+        for edge in edges:
+            self.read(edge, memory[edge - first : edge - first + PAGE]).wait()
+        memory[start - first : stop - first].copy_(data)
+        self.write(first, memory).wait()
+
+    def copy_to(self, target: int, at: int, start: int, stop: int) -> bool:
+        """Copy bytes `start` to `stop` into another open file from byte `at` on, without passing through memory.
+
+        Whether that could be done: else they go through memory piece by piece. `target` goes through the page cache.
+        """
+        self._check(start, stop)
+        reader = os.open(f"/proc/self/fd/{self._handle}", os.O_RDONLY)  # not past the cache: any bytes may be read
+        try:
+            return copy_range(reader, start, target, at, stop - start)
+        except (OSError, EOFError) as error:
+            raise io_fault("copying", self.path, start, stop, error) from error
+        finally:
+            os.close(reader)
+
+    def descriptor(self) -> int:
+        """Of the open file, for advice to the kernel. It goes when the file is closed."""
+        self._require_open()
+        return self._handle
+
+    def close(self) -> None:
+        """The file is gone with it. May be called twice; nothing may be under way."""
+        self._close()
+
+    # -- on the queue's threads --------------------------------------------------------------------------
+
+    def _start(self, work: Callable[[int, memoryview], None], start: int, buffer: torch.Tensor) -> Pending:
+        stop = start + buffer.numel()
+        self._check(start, stop)
+        if start % PAGE or stop % PAGE or (buffer.numel() and buffer.data_ptr() % PAGE):
+            raise StateError(
+                f"Bytes {start} to {stop} of {self.path.name} and memory at {buffer.data_ptr():#x}: what is read and "
+                f"written past the page cache begins and ends on multiples of {PAGE}. Take buffers from a BufferPool."
+            )
+        view = memoryview(buffer.numpy().data)
+        parts = requests(start, stop, self.queue.block_bytes)
+        return self.queue.start(partial(work, first, view[first - start : last - start]) for first, last in parts)
+
+    def _read_block(self, start: int, view: memoryview) -> None:
+        try:
+            was_direct = read_at(self._handle, view, start, self._calls)
+        except (OSError, EOFError) as error:
+            raise io_fault("reading", self.path, start, start + len(view), error) from error
+        self._note(was_direct)
+        if self._sums is not None and self._is_block(start, view):
+            expected = self._sums.get(start)
+            if expected is not None and zlib.crc32(view) != expected:
+                raise TierError(
+                    f"{format_bytes(len(view))} at byte {start} of {self.path} are not what was written there: the "
+                    f"checksum differs. Replace the disk or name a folder on another one, and go on from a checkpoint."
+                )
+
+    def _write_block(self, start: int, view: memoryview) -> None:
+        if self._sums is not None:
+            self._sums.pop(down(start, self.queue.block_bytes), None)
+        try:
+            was_direct = write_at(self._handle, view, start, self._calls)
+        except OSError as error:
+            raise io_fault("writing", self.path, start, start + len(view), error) from error
+        self._note(was_direct)
+        if self._sums is not None and self._is_block(start, view):
+            self._sums[start] = zlib.crc32(view)
+
+    def _is_block(self, start: int, view: memoryview) -> bool:
+        whole = min(self.queue.block_bytes, self.num_bytes - start)
+        return start % self.queue.block_bytes == 0 and len(view) == whole
+
+    def _note(self, was_direct: bool) -> None:
+        if was_direct or not self.is_direct:
+            return
+        with self._lock:
+            if self.is_direct:
+                self.is_direct = False
+                self._say_cached()
+
+    def _say_cached(self) -> None:
+        _log.warning(
+            "%s is read and written through the page cache: its file system refuses direct I/O. That takes memory for "
+            "the cache and time for copies; a folder on ext4 or xfs on a local disk does not.",
+            self.path.parent,
+        )
+
+    def _check(self, start: int, stop: int) -> None:
+        self._require_open()
+        if not 0 <= start <= stop <= self.num_bytes:
+            raise StateError(f"Bytes {start} to {stop} of {self.path.name} were asked for; it has {self.num_bytes}.")
+
+    def _require_open(self) -> None:
+        if not self._close.alive:
+            raise StateError(f"{self.path.name} is closed.")

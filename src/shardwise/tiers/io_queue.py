@@ -1,0 +1,35 @@
+"""Threads that read and write for others: as many requests under way at once as a disk wants to be busy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from shardwise.errors import ConfigError
+from shardwise.tiers.align import PAGE
+from shardwise.tiers.pending import Pending
+
+DEPTH = 8
+BLOCK_BYTES = 2**20
+"""What most NVMe drives are kept busy by; `shardwise bench disk` finds a machine's own."""
+
+
+class IoQueue:
+    """`depth` requests under way at once, of at most `block_bytes` each, in the order they were given. `close()` it."""
+
+    def __init__(self, depth: int = DEPTH, block_bytes: int = BLOCK_BYTES) -> None:
+        if depth < 1 or block_bytes < PAGE or block_bytes % PAGE:
+            raise ConfigError(
+                f"A queue of depth {depth} with blocks of {block_bytes} bytes was asked for; the depth is at least 1, "
+                f"and blocks are multiples of {PAGE} bytes."
+            )
+        self.depth = depth
+        self.block_bytes = block_bytes
+        self._pool = ThreadPoolExecutor(depth, "shardwise disk")
+
+    def start(self, requests: Iterable[Callable[[], None]]) -> Pending:
+        return Pending([self._pool.submit(request) for request in requests])
+
+    def close(self) -> None:
+        """Wait for what is under way, and let the threads go. May be called twice."""
+        self._pool.shutdown()

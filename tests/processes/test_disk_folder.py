@@ -1,0 +1,60 @@
+"""A process that is killed while it writes to its folder on a disk: the next one finds out, and all of the space."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import warm
+from shardwise.errors import TierError
+from shardwise.tiers import TierFolder
+
+WRITES_WITHOUT_END = """
+import os, sys
+from pathlib import Path
+from shardwise.tiers import PAGE, BufferPool, IoQueue, TierFolder
+
+home = Path(sys.argv[1])
+file = TierFolder(home).create("states", 2**24, IoQueue(depth=2, block_bytes=PAGE))
+buffer = BufferPool(1, 2**24).take()
+(home / "shardwise-rank-0.half-made").write_bytes(b"x" * 100)  # as if it had been killed before it lost its name
+pending = file.write(0, buffer)
+print(os.getpid(), pending.is_done, flush=True)
+while True:
+    pending.wait()
+    pending = file.write(0, buffer)
+"""
+
+
+def test_a_folder_of_a_killed_process_is_recognised_and_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    home, script = tmp_path / "home", tmp_path / "script.py"
+    script.write_text(WRITES_WITHOUT_END)
+    free_before = shutil.disk_usage(tmp_path).free
+    with subprocess.Popen([warm.python(), str(script), str(home)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid, was_done = process.stdout.readline().split()
+        assert was_done == "False", "it is in the middle of a write"
+        with pytest.raises(TierError, match=f"being used by process {pid} on"):
+            TierFolder(home)
+        os.kill(int(pid), signal.SIGKILL)
+        assert process.wait(30) != 0
+    assert sorted(path.name for path in home.iterdir()) == ["shardwise-rank-0.half-made", "shardwise-rank-0.lock"]
+    folder = TierFolder(home)
+    assert folder.left_behind is not None
+    assert (folder.left_behind.holder.pid, folder.left_behind.num_bytes) == (int(pid), 100)
+    assert f"left by process {pid}" in caplog.text
+    assert shutil.disk_usage(tmp_path).free > free_before - 2**23, "the file has gone with its process"
+    folder.close()
+    assert not list(home.iterdir())
+
+
+def test_a_normal_end_leaves_nothing_though_nobody_closes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WRITES_WITHOUT_END.replace("while True:", "for _ in range(2):"))
+    subprocess.run([warm.python(), str(script), str(tmp_path / "home")], check=True, timeout=60, capture_output=True)
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["shardwise-rank-0.half-made"]

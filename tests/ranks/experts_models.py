@@ -1,0 +1,171 @@
+"""A small model with experts, its training on ranks that share them, and the same in one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from twins import LENGTH, VOCAB, WIDTH, Batch, Block, MakeOptimizer, adamw
+
+import shardwise as sw
+from shardwise.experts import MoE, auxiliary_loss
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+
+
+class ExpertBlock(Block):
+    """With experts in the place of its MLP."""
+
+    def __init__(self, width: int, **experts: Any) -> None:
+        super().__init__(width)
+        del self.up, self.down
+        self.moe = MoE(width, 24, **{"num_experts": 4, "top_k": 2, **experts})
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.moe(self.norm2(x))
+
+
+class Mixture(nn.Module):
+    """A Transformer of which every block but the first has experts. Returns its loss, with that of its routers."""
+
+    def __init__(self, *, recomputes: bool = False, num_blocks: int = 3, **experts: Any) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        blocks = [Block(WIDTH), *(ExpertBlock(WIDTH, **experts) for _ in range(num_blocks - 1))]
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.recomputes = recomputes
+        for param in self.parameters():
+            if param.dim() > 1:
+                nn.init.normal_(param, std=0.1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recomputes else block(hidden)
+        logits = self.head(self.norm(hidden))
+        return functional.cross_entropy(logits.float().flatten(0, 1), y.flatten()) + auxiliary_loss(self)
+
+
+def mixture(**settings: Any) -> Mixture:
+    torch.manual_seed(0)
+    return Mixture(**settings)
+
+
+@dataclass
+class Run:
+    """By step losses, gradient norms and all gradients; parameters at the end, and what was asked for."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    extra: Any = None
+
+
+def micro_batches(batch: Batch, number: int) -> list[Batch]:
+    return list(zip(*(part.chunk(number) for part in batch), strict=True))
+
+
+def whole_run(
+    model: nn.Module,
+    data: Sequence[Batch],
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    make_optimizer: MakeOptimizer = adamw,
+    after_step: Callable[[nn.Module], None] | None = None,
+) -> Run:
+    """One process, whole batches, nothing of an engine."""
+    model = copy.deepcopy(model)
+    optimizer, run = make_optimizer(model), Run()
+    for batch in data:
+        losses = [model(*micro) for micro in micro_batches(batch, accumulate)]
+        (torch.stack(losses).sum() / accumulate).backward()
+        run.losses.append(sum(loss.item() for loss in losses) / accumulate)
+        run.grads.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
+        run.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if after_step is not None:
+            after_step(model)
+    run.params = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return run
+
+
+def whole_grads(engine: sw.Engine, model: nn.Module) -> dict[str, Tensor]:
+    grads = {name: engine.get(name, "grad") for name, param in model.named_parameters() if param.requires_grad}
+    return {name: grad for name, grad in grads.items() if grad is not None}
+
+
+def dealt_run(
+    model: nn.Module,
+    data: Sequence[Batch],
+    preset: str,
+    mesh: Mapping[str, int],
+    *,
+    make_optimizer: MakeOptimizer = adamw,
+    after_step: Callable[[nn.Module], None] | None = None,
+    after: Callable[[sw.Engine], Any] | None = None,
+    shares_memory: bool = True,
+    **plan: Any,
+) -> Run:
+    """The same over the ranks of `mesh`, with what `after` returns at the end on each rank."""
+    replicas = [copy.deepcopy(model) for _ in range(math.prod(mesh.values()))]
+    settings = {"preset": preset, "mesh": dict(mesh), **plan}
+
+    def rank(world: sw.World) -> Run:
+        replica, run = replicas[world.rank], Run()
+        with sw.shard(replica, settings, optimizer=make_optimizer(replica), world=world) as engine:
+            share, num_shares = engine.data_ranks
+            for batch in data:
+                losses = []
+                for micro in micro_batches(batch, engine.plan.accumulate):
+                    loss = engine(*micro_batches(micro, num_shares)[share])
+                    engine.backward(loss)
+                    losses.append(loss.item())
+                run.losses.append(engine.mean(sum(losses) / len(losses)))
+                run.grads.append(whole_grads(engine, replica))
+                run.norms.append(float(engine.step() or 0.0))
+                if after_step is not None:
+                    after_step(replica)
+            run.params = engine.state_dict()
+            run.extra = after(engine) if after is not None else None
+        return run
+
+    runs = run_ranks(len(replicas), rank, shares_memory=shares_memory)
+    for other in runs[1:]:
+        assert other.losses == runs[0].losses
+        assert other.norms == runs[0].norms
+    runs[0].extra = [run.extra for run in runs]
+    return runs[0]
+
+
+def assert_same(run: Run, twin: Run, tolerance: float = 1e-5) -> None:
+    assert len(run.losses) == len(twin.losses) > 0
+    for mine, others in ((run.losses, twin.losses), (run.norms, twin.norms)):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(others), rtol=tolerance, atol=tolerance)
+    for step, (mine, others) in enumerate(zip(run.grads, twin.grads, strict=True)):
+        assert mine.keys() == others.keys()
+        for name, grad in others.items():
+            torch.testing.assert_close(
+                mine[name], grad, rtol=tolerance, atol=tolerance, msg=lambda text, at=(step, name): f"{at}: {text}"
+            )
+    assert run.params.keys() == twin.params.keys()
+    for name, value in twin.params.items():
+        torch.testing.assert_close(
+            run.params[name], value, rtol=tolerance, atol=tolerance, msg=lambda text, at=name: f"{at}: {text}"
+        )

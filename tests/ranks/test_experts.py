@@ -1,0 +1,445 @@
+"""Models with experts, dealt out along `ep` beside other axes, against the whole model in one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pipelined
+import pytest
+import sequences
+import split_models
+import torch
+from experts_models import (
+    ExpertBlock,
+    Mixture,
+    Run,
+    assert_same,
+    dealt_run,
+    micro_batches,
+    mixture,
+    whole_grads,
+    whole_run,
+)
+from test_pipeline import CLIP
+from test_pipeline import assert_same as assert_same_in_stages
+from test_pipeline import pipelined as pipelined_run
+from torch import nn
+from torch.nn import functional
+from twins import LENGTH, VOCAB, WIDTH, adamw, batches
+
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError
+from shardwise.experts import MoE, auxiliary_loss, update_biases
+from shardwise.testing import run_ranks
+from tests.thorough import drawn, one_in
+
+Tensor = torch.Tensor
+NUM_STEPS = drawn(3, 10)
+BALANCED = {"balance_loss": 0.1, "z_loss": 0.01, "shared_size": 16}
+BIASED = {"scores": "sigmoid", "bias_rate": 0.01, "scale": 1.5}
+MESHES: list[tuple[str, dict[str, int], dict[str, Any], bool]] = [
+    # preset, mesh, settings of the experts, shares memory
+    ("ddp", {"ep": 4}, BALANCED, True),
+    ("zero1", {"dp": 2, "ep": 2}, {}, True),
+    ("zero2", {"dp": 2, "ep": 2}, BIASED, False),
+    ("zero3", {"dp": 2, "ep": 2}, BALANCED, True),
+    ("zero3", {"ep": 2, "dp": 2}, {}, False),
+    ("zero3", {"ep": 4}, BIASED, True),
+    ("zero3-kept", {"dp": 2, "ep": 2}, {"num_experts": 5}, True),
+    ("zero3-kept", {"ep": 2}, {"num_experts": 2, "top_k": 1, "normalize": False}, False),
+    ("hsdp", {"node": 1, "local": 2, "ep": 2}, {"gated": False, "activation": "gelu"}, True),
+    ("hpz", {"node": 2, "local": 1, "ep": 2}, {"num_experts": 3, "top_k": 3}, True),
+    ("zero2", {"ep": 3}, {"num_experts": 7}, True),
+    ("zero3", {"dp": 4}, BALANCED, True),
+]
+
+
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.Lamb(model.parameters(), lr=0.01)
+
+
+@one_in(len(MESHES))
+@pytest.mark.parametrize(
+    ("preset", "mesh", "settings", "shares_memory"),
+    MESHES,
+    ids=["-".join([preset, *(f"{axis}{size}" for axis, size in mesh.items())]) for preset, mesh, *_ in MESHES],
+)
+def test_every_preset_trains_as_the_whole_model(
+    preset: str, mesh: dict[str, int], settings: dict[str, Any], shares_memory: bool
+) -> None:
+    """Losses, those of routers included, norms, all gradients and parameters, and the biases of routers."""
+    model, data = mixture(**settings), batches(NUM_STEPS, 12)
+    twin = whole_run(model, data, clip=0.5, after_step=update_biases)
+    run = dealt_run(
+        model, data, preset, mesh, clip_grad_norm=0.5, after_step=update_biases, shares_memory=shares_memory
+    )
+    assert_same(run, twin)
+
+
+def race(model: nn.Module, preset: str, mesh: dict[str, int], **settings: Any) -> Run:
+    """Three steps beside the whole model; returns what the ranks came to."""
+    data = batches(3, 8)
+    known = {"make_optimizer": "make_optimizer", "accumulate": "accumulate", "clip_grad_norm": "clip"}
+    run = dealt_run(model, data, preset, mesh, **settings)
+    assert_same(run, whole_run(model, data, **{known[key]: settings[key] for key in settings if key in known}))
+    return run
+
+
+@one_in(8)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("kind", ["accumulated", "recomputed", "frozen", "lamb"])
+def test_loops(kind: str, preset: str) -> None:
+    model, settings = mixture(recomputes=kind == "recomputed", balance_loss=0.05), {}
+    if kind == "accumulated":
+        settings = {"accumulate": 2, "clip_grad_norm": 0.5}
+    if kind == "lamb":
+        settings = {"make_optimizer": lamb}
+    if kind == "frozen":
+        frozen = (
+            model.tokens,
+            model.positions,
+            model.blocks[0],
+            model.blocks[1].moe.experts,
+            model.blocks[2].moe.router,
+        )
+        for module in frozen:
+            module.requires_grad_(False)
+    race(model, preset, {"dp": 2, "ep": 2}, **settings)
+
+
+def test_experts_without_tokens_and_ranks_without_them() -> None:
+    """All tokens choose the experts of one rank, whether or not it trains the router; then a rank has no tokens."""
+    model = mixture(num_blocks=2)
+    router = model.blocks[1].moe.router
+    router.weight.data[:2], router.weight.data[2:] = 0.01 * router.weight.data[:2], -1.0
+    model.blocks[1].norm2.weight.data.fill_(0.01)
+    model.blocks[1].norm2.bias.data.fill_(1.0)
+    run = race(model, "zero3", {"ep": 2})
+    own = run.grads[0]["blocks.1.moe.experts.down_proj"]
+    assert own[:2].abs().sum(dim=(1, 2)).min() > 0
+    assert torch.count_nonzero(own[2:]) == 0
+
+    twin = mixture(num_blocks=2)
+    models = [copy.deepcopy(twin) for _ in range(2)]
+    x, y = batches(1, 2)[0]
+    (2 * _summed(twin, x, y) / 2).backward()
+
+    def rank(world: sw.World) -> dict[str, Tensor | None]:
+        mine = models[world.rank]
+        with sw.shard(mine, {"preset": "zero2", "mesh": {"ep": 2}}, optimizer=adamw(mine), world=world) as engine:
+            rows = slice(0, 2) if world.rank else slice(0, 0)
+            engine.backward(2 * _summed(mine, x[rows], y[rows]))
+            grads = {name: engine.get(name, "grad") for name, _ in mine.named_parameters()}
+            engine.step()
+        return grads
+
+    for grads in run_ranks(2, rank):
+        for name, param in twin.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def _summed(model: Mixture, x: Tensor, y: Tensor) -> Tensor:
+    hidden = model.tokens(x) + model.positions.weight[: x.shape[1]]
+    for block in model.blocks:
+        hidden = block(hidden)
+    return functional.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), y.flatten(), reduction="sum")
+
+
+@one_in(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_is_near(precision: str) -> None:
+    model, data = mixture(balance_loss=0.05), batches(3, 8)
+    twin = whole_run(model, data)
+    run = dealt_run(model, data, "zero2", {"dp": 2, "ep": 2}, precision=precision)
+    assert run.losses == pytest.approx(twin.losses, rel=2e-2)
+    assert run.norms == pytest.approx(twin.norms, rel=5e-2)
+
+
+def test_autocast_computes_experts_in_its_dtype() -> None:
+    model = MoE(16, 8, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.randn(5, 16)).dtype == torch.bfloat16
+
+
+# -- beside other axes ------------------------------------------------------------------------------------
+
+
+class Decoder(pipelined.Decoder):
+    """Every block has experts."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(tied=True, num_blocks=0)
+        self.blocks.extend(ExpertBlock(WIDTH, **settings) for _ in range(4))
+        for param in self.blocks.parameters():
+            if param.dim() > 1:
+                nn.init.normal_(param, std=0.1)
+
+
+@one_in(3)
+@pytest.mark.parametrize(
+    ("preset", "schedule", "mesh"),
+    [
+        ("zero1", "1f1b", {"pp": 2, "ep": 2}),
+        ("zero3", "interleaved", {"pp": 2, "ep": 2}),
+        ("zero2", "zb-h1", {"pp": 2, "dp": 2, "ep": 2}),
+    ],
+)
+def test_beside_stages(preset: str, schedule: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, data = Decoder(), pipelined.batches(2, 16)
+    twin = pipelined.unsplit(model, data, clip=CLIP)
+    assert_same_in_stages(pipelined_run(model, mesh, data, preset=preset, pipeline={"schedule": schedule}), twin)
+
+
+class CutBlock(split_models.Block):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__(width, num_heads)
+        del self.up, self.down
+        self.moe = MoE(width, 20, 5, balance_loss=0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.moe(self.norm2(x))
+
+
+class CutTransformer(split_models.Transformer):
+    def __init__(self) -> None:
+        super().__init__(num_blocks=0)
+        self.blocks.extend(CutBlock(24, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x) + auxiliary_loss(self)
+
+
+CUT_EXPERTS = ("blocks.*.up", "blocks.*.down")
+TENSOR = {**split_models.TENSOR, "plan": {k: v for k, v in split_models.TENSOR["plan"].items() if k not in CUT_EXPERTS}}
+
+
+@one_in(3)
+@pytest.mark.parametrize(
+    ("preset", "mesh"),
+    [("zero1", {"dp": 2, "ep": 2, "tp": 2}), ("zero3", {"ep": 2, "tp": 2}), ("ddp", {"tp": 2, "ep": 2})],
+)
+def test_beside_cut_attention(preset: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = CutTransformer()
+    data = [(split_models.tokens(step, 8),) * 2 for step in range(3)]
+    run = dealt_run(model, data, preset, mesh, tensor=TENSOR, clip_grad_norm=0.5)
+    assert_same(run, whole_run(model, data, clip=0.5))
+
+
+class SplitMixture(nn.Module):
+    """Takes its positions, as models do whose sequences are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(sequences.TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(ExpertBlock(WIDTH, balance_loss=0.05) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = 0.1 * (self.tokens(input_ids) + self.positions(position_ids))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()) + auxiliary_loss(self)
+
+
+@one_in(3)
+@pytest.mark.parametrize(
+    ("preset", "mesh"),
+    [("zero3", {"ep": 2, "sp": 2}), ("zero1", {"dp": 2, "ep": 2, "sp": 2}), ("ddp", {"sp": 2, "ep": 2})],
+)
+def test_beside_split_sequences(preset: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, data = SplitMixture(), sequences.batches(3)
+
+    def loss_of(called: Any, batch: sequences.Batch) -> Tensor:
+        loss: Tensor = called(**batch)
+        return loss
+
+    run = sequences.split_run(model, data, preset, mesh, loss_of=loss_of, read_grads=whole_grads)
+    sequences.assert_same(run, sequences.whole_run(model, data, loss_of=loss_of))
+
+
+# -- what an engine does with whole tensors ---------------------------------------------------------------
+
+
+def test_a_checkpoint_goes_between_numbers_of_ranks(tmp_path: Path) -> None:
+    """Each job resumes from the one before, takes a step, and saves; together they train like the whole model."""
+    jobs = [
+        ("zero1", {"dp": 2, "ep": 2}),
+        ("zero3", {"dp": 1}),
+        ("zero3", {"ep": 3}),
+        ("ddp", {"dp": 2}),
+        ("zero2", {"ep": 2}),
+    ]
+    model, data = mixture(num_experts=5, bias_rate=0.01), batches(len(jobs), 12)
+    twin = whole_run(model, data, after_step=update_biases)
+    losses: list[float] = []
+    for batch, (preset, mesh) in zip(data, jobs, strict=True):
+        models = [mixture(num_experts=5, bias_rate=0.01) for _ in range(math.prod(mesh.values()))]
+        plan = {"preset": preset, "mesh": mesh}
+
+        def rank(
+            world: sw.World, models: list[Mixture] = models, plan: dict[str, Any] = plan, batch: Any = batch
+        ) -> tuple[float, dict[str, Tensor]]:
+            mine = models[world.rank]
+            with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+                if losses:
+                    assert engine.resume(tmp_path) is not None
+                share, num_shares = engine.data_ranks
+                loss = engine(*micro_batches(batch, num_shares)[share])
+                engine.backward(loss)
+                engine.step()
+                update_biases(mine)
+                engine.save(tmp_path, wait=False)
+                return engine.mean(loss.item()), engine.state_dict()
+
+        told = run_ranks(len(models), rank)
+        losses.append(told[0][0])
+    assert losses == pytest.approx(twin.losses, rel=1e-5)
+    for _, params in told:
+        for name, expected in twin.params.items():
+            torch.testing.assert_close(params[name], expected, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_whole_tensors_are_read_and_written_and_models_are_resharded() -> None:
+    model = mixture(num_experts=5)
+    data = batches(4, 8)
+    name = "blocks.1.moe.experts.down_proj"
+    twin = copy.deepcopy(model)
+    twin.load_state_dict({key: value + 0.01 for key, value in model.state_dict().items()})
+    twin.get_parameter(name).data.mul_(2)
+    changed = twin.state_dict()
+    expected = whole_run(twin, data)
+    models = [copy.deepcopy(model) for _ in range(4)]
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
+        mine = models[world.rank]
+        optimizer, losses = adamw(mine), []
+        with sw.shard(
+            mine, {"preset": "zero1", "mesh": {"dp": 2, "ep": 2}}, optimizer=optimizer, world=world
+        ) as engine:
+            for key, param in model.named_parameters():
+                assert torch.equal(engine.get(key), param), key
+            engine.load_state_dict({key: value + 0.01 for key, value in model.state_dict().items()})
+            engine.set(name, (model.get_parameter(name) + 0.01) * 2)
+            assert all(torch.equal(engine.get(key), changed[key]) for key, _ in model.named_parameters())
+            part = r"this rank has the part \[.*:.*, :, :\] of \[5, 32, 24\]"
+            with pytest.raises(ModelError, match=part), engine.gathered(name):
+                pass
+            for step, batch in enumerate(data):
+                if step == 2:
+                    with pytest.raises(ConfigError, match="keeps how a model is split along ep"):
+                        engine.reshard({"preset": "zero3", "mesh": {"dp": 4}})
+                    engine.reshard({"preset": "zero3", "mesh": {"dp": 2, "ep": 2}})
+                share, num_shares = engine.data_ranks
+                loss = engine(*micro_batches(batch, num_shares)[share])
+                engine.backward(loss)
+                engine.step()
+                losses.append(engine.mean(loss.item()))
+            at = [key for key, _ in mine.named_parameters()].index(name)
+            assert optimizer.state_dict()["state"][at]["exp_avg"].shape == (5, 32, 24)
+            return losses, engine.state_dict()
+
+    for losses, params in run_ranks(4, rank):
+        assert losses == pytest.approx(expected.losses, rel=1e-5)
+        for key, value in expected.params.items():
+            torch.testing.assert_close(params[key], value, rtol=1e-5, atol=1e-5, msg=key)
+
+
+def test_a_model_that_never_is_whole_has_the_first_values_of_its_constructor() -> None:
+    expected = mixture(num_experts=5).state_dict()
+    one_at_a_time = threading.Lock()
+
+    def rank(world: sw.World) -> dict[str, Tensor]:
+        with one_at_a_time, sw.deferred_init():
+            mine = mixture(num_experts=5)
+        with sw.shard(mine, {"preset": "zero3", "mesh": {"ep": 2}}, world=world) as engine:
+            return engine.state_dict()
+
+    for state in run_ranks(2, rank):
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def test_ranks_evaluate_and_generate_together() -> None:
+    model, (x, y) = mixture().eval(), batches(1, 8)[0]
+    models = [copy.deepcopy(model) for _ in range(2)]
+    expected = model(x, y)
+
+    def rank(world: sw.World) -> list[Tensor]:
+        mine = models[world.rank]
+        with sw.shard(mine, {"preset": "zero3", "mesh": {"ep": 2}}, world=world) as engine, torch.no_grad():
+            found = [mine(x, y)]
+            for keep_bytes in (None, 0):
+                with engine.inference(keep_bytes):
+                    found.append(mine(x, y))
+            return found
+
+    for found in run_ranks(2, rank):
+        for loss in found:
+            torch.testing.assert_close(loss, expected)
+
+
+def test_each_rank_says_which_experts_it_has() -> None:
+    models = [mixture(num_experts=5) for _ in range(2)]
+
+    def rank(world: sw.World) -> str:
+        with sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world) as engine:
+            return str(engine)
+
+    for said in run_ranks(2, rank):
+        assert "  ep 0: experts 0-2 of 5 in blocks.1.moe.experts and 1 more\n" in said
+        assert "  ep 1: experts 3-4 of 5 in blocks.1.moe.experts and 1 more" in said
+
+
+# -- refusals ---------------------------------------------------------------------------------------------
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"num_experts": 3},
+        {"mesh": {"ep": 4}},
+        r"moe.experts has 3 experts for 4 ranks along ep. Choose a size of ep of",
+    ),
+    ({}, {"mesh": {"ep": 4}, "compile": "eager"}, "with ep leave it out"),
+    (
+        {"balance_loss": 0.1},
+        {"mesh": {"pp": 2, "ep": 2}, "accumulate": 2},
+        r"moe.router has a balance_loss or z_loss, which the last stage",
+    ),
+    (
+        {},
+        {"mesh": {"ep": 2, "tp": 2}, "tensor": {"sequence": True}},
+        "tensor.sequence gives the ranks along tp other tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "plan", "said"), REFUSED, ids=["few", "compile", "stages", "tensor.sequence"])
+def test_what_cannot_be_is_refused_before_anything_changes(
+    settings: dict[str, Any], plan: dict[str, Any], said: str
+) -> None:
+    models = [mixture(**settings) for _ in range(4)]
+    before = copy.deepcopy(models[0].state_dict())
+    with pytest.raises((ConfigError, ModelError), match=said):
+        run_ranks(4, lambda world: sw.shard(models[world.rank], plan, world=world))
+    assert all(torch.equal(value, before[name]) for name, value in models[0].state_dict().items())
+
+
+def test_a_model_without_experts_a_matrix_optimizer_and_a_rehearsal_are_refused() -> None:
+    with pytest.raises(ModelError, match="Linear has none that are known"):
+        run_ranks(2, lambda world: sw.shard(nn.Linear(4, 4), {"mesh": {"ep": 2}}, world=world))
+    models = [mixture(num_blocks=2) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        with sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world) as engine:
+            engine.rehearse(batches(1, 4)[0])
+
+    with pytest.raises(ConfigError, match="experts that lie on several ranks are not rehearsed"):
+        run_ranks(2, rank)
+    assert LENGTH == 6

@@ -1,0 +1,109 @@
+"""Copies between tiers on devices that are not there: done at once or late, and found where nobody waits for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_devices import WHENS, Devices, Race, When
+from test_late_early import run_on_devices, small
+from twins import Batch, assert_same, batches, plain_run, sharded_run
+
+import shardwise as sw
+from shardwise.errors import CommError
+from shardwise.storage import Copied, Flat, HostMemory
+from tests.thorough import one_in
+
+pytestmark = one_in(3)
+
+Tensor = torch.Tensor
+HOST = {"tier": "host"}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "all on the host": ("zero3", 2, {"rows": {"param": HOST, "grad": HOST, "optim": HOST}}),
+    "copies on the host": ("ddp", 2, {"rows": {"param": HOST, "grad": HOST, "optim": HOST}}),
+    "states on the host": ("zero1", 2, {"rows": {"optim": HOST}}),
+    "half of the units": ("zero2", 2, {"offload": {"optim": 0.5, "param": 0.5}}),
+    "one rank": ("offload", 1, {}),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("name", CASES)
+def test_trains_the_same_whenever_copies_are_done(name: str, when: When, precision: str) -> None:
+    preset, num_ranks, plan = CASES[name]
+    model, data = small(), batches(3)
+    run = run_on_devices(Devices(when), model, data, (preset, num_ranks, None), precision=precision, **plan)
+    if precision == "fp32":
+        assert_same(run, plain_run(model, data))
+    else:
+        late = run_on_devices(Devices("late"), model, data, (preset, num_ranks, None), precision=precision, **plan)
+        assert run.losses == late.losses
+        assert all(torch.equal(param, late.params[key]) for key, param in run.params.items())
+
+
+@pytest.mark.parametrize("when", WHENS)
+def test_gradients_of_several_micro_batches_are_added_up_on_the_host(when: When) -> None:
+    def step(engine: sw.Engine, _: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        total = torch.zeros(())
+        for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+            loss = engine(x, y) / 2
+            engine.backward(loss)
+            total = total + loss.detach()
+        engine.step()
+        return total
+
+    model, data = small(), batches(3)
+    assert_same(run_on_devices(Devices(when), model, data, ("offload", 2, None), step=step), plain_run(model, data))
+
+
+class _Forgets:
+    """A copy for which one of the two waits is left out."""
+
+    def __init__(self, one: Any, what: str) -> None:
+        self._one = one
+        self._what = what
+
+    def wait(self) -> None:
+        if self._what != "wait":
+            self._one.wait()
+
+    def land(self) -> None:
+        if self._what != "land":
+            self._one.land()
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    assert not is_found("zero3-offload")
+    assert not is_found("offload", precision="bf16")
+
+
+@pytest.mark.parametrize(("way", "what"), [("evict", "wait"), ("evict", "land"), ("fetch", "wait")])
+def test_a_wait_that_is_forgotten_is_found(way: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = getattr(HostMemory, way)
+    monkeypatch.setattr(HostMemory, way, lambda *args: _Forgets(honest(*args), what))
+    assert is_found("zero3-offload")
+
+
+def test_master_weights_that_are_written_while_they_are_fetched_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Flat, "land", lambda _: None)
+    assert is_found("zero3-offload")
+
+
+def test_memory_that_is_used_again_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cast that is fetched lies in memory that the next update takes."""
+    honest = HostMemory.give_back
+    monkeypatch.setattr(HostMemory, "give_back", lambda self, tensor, _=None: honest(self, tensor, Copied()))
+    assert is_found("zero3-offload", precision="bf16")
+
+
+def is_found(preset: str, **plan: Any) -> bool:
+    """Whether training raises that something was touched on its way, or ends with other values than on the host."""
+    model, data = small(), batches(3)
+    expected = sharded_run(model, data, preset, 2, None, shares_memory=False, **plan)
+    try:
+        run = run_on_devices(Devices("late"), model, data, (preset, 2, None), **plan)
+    except (AssertionError, Race, CommError):
+        return True
+    return any(not torch.equal(param, expected.params[name]) for name, param in run.params.items())

@@ -1,0 +1,273 @@
+"""What a loop asks of an optimizer whose states are on the host: it sees one step, as everywhere."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import Transformer, adamw, assert_same, batches, full_params, plain_run, plan_of, sharded_run, share_of
+
+import shardwise as sw
+from shardwise.errors import ModelError
+from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(5)
+
+Tensor = torch.Tensor
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+ON_DEVICE = {"offload": "zero2", "zero3-offload": "zero3"}
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose rate depends on how many steps its group has taken, as schedule-free optimizers have it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "taken": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            group["taken"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / group["taken"])
+        return loss
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw-fused": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5, fused=True),
+    "adamw-single": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5, foreach=False),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01, eps=1e-5),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-3, eps=1e-5),
+    "counting": lambda model: Counting(model.parameters()),
+    "lion": lambda model: sw.optim.Lion(model.parameters(), lr=1e-4),
+    "adamw-bf16": lambda model: sw.optim.AdamW(model.parameters(), lr=1e-3, state_dtype="bf16"),
+    "adamw-int8": lambda model: sw.optim.AdamW(model.parameters(), lr=1e-3, state_dtype="int8"),
+}
+
+
+def model_of() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(num_blocks=2)
+
+
+@pytest.mark.parametrize("preset", ON_DEVICE)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_update_on_the_host_is_that_on_the_device_to_the_bit(name: str, preset: str) -> None:
+    """Every piece is updated by the same calls."""
+    model, data = model_of(), batches(3)
+    there, here = (
+        sharded_run(model, data, which, 2, None, OPTIMIZERS[name], clip_grad_norm=0.5, precision="bf16")
+        for which in (preset, ON_DEVICE[preset])
+    )
+    assert there.losses == here.losses
+    assert there.norms == here.norms
+    assert all(torch.equal(param, here.params[key]) for key, param in there.params.items())
+
+
+def test_what_an_optimizer_counts_it_counts_once() -> None:
+    model, data = model_of(), batches(3)
+
+    def taken(engine: sw.Engine) -> dict[str, Any]:
+        return {"taken": engine._sharded.require_optimizer().groups[0]["taken"]}
+
+    run = sharded_run(model, data, "offload", 2, None, OPTIMIZERS["counting"], after=taken)
+    assert run.extra["taken"] == 3
+    assert_same(run, plain_run(model, data, OPTIMIZERS["counting"]))
+
+
+def test_hooks_closures_and_schedulers_see_one_step() -> None:
+    model, data = model_of(), batches(3)
+    seen: list[str] = []
+
+    def plain(make_seen: list[str], engine_of: Callable[[nn.Module, torch.optim.Optimizer], Any], mine: Any) -> Any:
+        replica = mine
+        optimizer = adamw(replica)
+        engine = engine_of(replica, optimizer)
+        optimizer.register_step_pre_hook(lambda *_: make_seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: make_seen.append("after"))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for batch in data:
+            x, y = share_of(engine, batch) if engine is not None else batch
+
+            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                make_seen.append("closure")
+                optimizer.zero_grad()
+                loss: Tensor = replica(x, y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            scheduler.step()
+        return engine
+
+    twin = copy.deepcopy(model)
+    plain(seen, lambda *_: None, twin)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> tuple[list[str], dict[str, Tensor]]:
+        mine: list[str] = []
+
+        def engine_of(replica: nn.Module, optimizer: torch.optim.Optimizer) -> sw.Engine:
+            return sw.shard(replica, "zero3-offload", optimizer=optimizer, world=world)
+
+        engine = plain(mine, engine_of, replicas[world.rank])
+        params = full_params(engine)
+        engine.close()
+        return mine, params
+
+    for mine, params in run_ranks(2, rank):
+        assert mine == seen
+        for name, param in twin.named_parameters():
+            torch.testing.assert_close(params[name], param.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ON_DEVICE)
+def test_an_overflow_in_fp16_changes_nothing(preset: str) -> None:
+    """The verdict comes before any unit is updated."""
+    model, data = model_of(), batches(2)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+
+    def rank(world: sw.World) -> None:
+        plan = plan_of(preset, None, precision="fp16", loss_scale={"initial": 2.0**8})
+        with sw.shard(replicas[world.rank], plan, optimizer=adamw(replicas[world.rank]), world=world) as engine:
+            engine.backward(engine(*share_of(engine, data[0])))
+            engine.step()
+            before = full_params(engine)
+            loss = engine(*share_of(engine, data[1]))
+            engine.backward(loss * (float("inf") if world.rank == 1 else 1.0))
+            norm = engine.step()
+            assert norm is not None
+            assert not math.isfinite(norm)
+            assert all(torch.equal(param, before[name]) for name, param in full_params(engine).items())
+            engine.backward(engine(*share_of(engine, data[1])))
+            engine.step()
+            assert not all(torch.equal(param, before[name]) for name, param in full_params(engine).items())
+            assert engine.num_steps == 2
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("preset", ON_DEVICE)
+def test_parameters_without_a_gradient_are_left_alone(preset: str) -> None:
+    class Partly(Transformer):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            hidden = self.blocks[0](self.tokens(x) + self.positions.weight[: x.shape[1]])
+            return nn.functional.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
+
+    torch.manual_seed(0)
+    model, data = Partly(num_blocks=2), batches(3)
+    run = sharded_run(model, data, preset, 2, None)
+    assert_same(run, plain_run(model, data))
+    untouched = dict(model.named_parameters())["blocks.1.up.weight"]
+    assert torch.equal(run.params["blocks.1.up.weight"], untouched)
+
+
+@pytest.mark.parametrize("rows", [{}, {"param": {"tier": "host"}}], ids=["states", "params"])
+def test_whole_tensors_checkpoints_and_other_plans(rows: dict[str, Any], tmp_path: Path) -> None:
+    """What is on the host is read, written, saved, loaded and moved as anywhere."""
+    model, data = model_of(), batches(6)
+    replicas = [copy.deepcopy(model) for _ in range(4)]
+    expected = plain_run(model, data)
+
+    def rank(world: sw.World) -> tuple[list[float], dict[str, Tensor]]:
+        plan = plan_of("zero3-offload", None, rows=rows)
+        losses = []
+
+        def train(engine: sw.Engine, batch: Any) -> None:
+            loss = engine(*share_of(engine, batch))
+            engine.backward(loss)
+            engine.step()
+            losses.append(world.mean(loss.item()))
+
+        replica = replicas[world.rank]
+        engine = sw.shard(replica, plan, optimizer=adamw(replica), world=world)
+        train(engine, data[0])
+        name = "blocks.0.up.weight"
+        value, moment = engine.get(name), engine.get(name, "exp_avg")
+        assert value is not None
+        engine.set(name, value)
+        assert torch.equal(engine.get(name), value)
+        assert moment is not None
+        engine.set(name, 2 * moment, "exp_avg")
+        assert torch.equal(engine.get(name, "exp_avg"), 2 * moment)
+        engine.set(name, moment, "exp_avg")
+        state, optimizer_state = engine.state_dict(), engine.optimizer_state_dict()
+        train(engine, data[1])
+        engine.load_state_dict(state)
+        engine.load_optimizer_state_dict(optimizer_state)
+        losses.pop()
+        train(engine, data[1])
+        engine.reshard("zero2")
+        train(engine, data[2])
+        engine.reshard(plan)
+        train(engine, data[3])
+        engine.save(tmp_path / "run")
+        engine.close()
+        other = replicas[2 + world.rank]
+        engine = sw.shard(other, {"preset": "zero1", "offload": {"optim": 0.5}}, optimizer=adamw(other), world=world)
+        assert engine.resume(tmp_path / "run") is not None
+        for batch in data[4:]:
+            train(engine, batch)
+        params = full_params(engine)
+        engine.close()
+        return losses, params
+
+    for losses, params in run_ranks(2, rank):
+        assert losses == pytest.approx(expected.losses, rel=1e-5)
+        for name, param in expected.params.items():
+            torch.testing.assert_close(params[name], param, rtol=1e-5, atol=1e-5)
+
+
+SHARES = [
+    ("zero2", {"optim": 0.5}),
+    ("zero3", {"optim": 0.5, "param": 0.3}),
+    ("zero1", {"optim": 0.3}),
+    ("ddp", {"optim": 1.0, "param": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("preset", "share"), SHARES, ids=[name for name, _ in SHARES])
+def test_a_share_of_the_units(preset: str, share: dict[str, float]) -> None:
+    model, data = model_of(), batches(4)
+
+    def report(engine: sw.Engine) -> dict[str, Any]:
+        updated = [unit.name for unit in engine._sharded.sharding.units if unit.flats[0].spec.updates_below]
+        return {"report": engine.memory(), "updated": updated, "num_units": len(engine._sharded.sharding.units)}
+
+    run = sharded_run(model, data, preset, 2, None, after=report, offload=share, clip_grad_norm=0.5)
+    assert_same(run, plain_run(model, data, clip=0.5))
+    report_of = run.extra["report"]
+    for kind in ("param", "grad", "working"):
+        assert report_of.measured[kind] <= report_of.promised[kind], kind
+    assert report_of.measured_on_host["buffers"] == report_of.promised_on_host["buffers"]
+    there, here = report_of.promised_on_host["optim"], report_of.promised["optim"]
+    assert there >= share["optim"] * (there + here)
+    assert (len(run.extra["updated"]) == run.extra["num_units"]) == (share["optim"] == 1)
+
+
+@pytest.mark.parametrize("name", ["lamb", "muon"])
+def test_what_looks_at_several_units_is_refused(name: str) -> None:
+    model = model_of()
+    before = {key: param.detach().clone() for key, param in model.named_parameters()}
+    matrices = sw.optim.hidden_matrices(model)
+    others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
+    optimizer = (
+        sw.optim.Lamb(model.parameters())
+        if name == "lamb"
+        else sw.optim.Muon([{"params": matrices}, {"params": others, "use_muon": False}])
+    )
+    with pytest.raises(
+        ModelError, match=r"whose states the plan has on the host, where each unit is updated by itself"
+    ):
+        sw.shard(model, "offload", optimizer=optimizer)
+    assert all(torch.equal(param, before[key]) for key, param in model.named_parameters())
