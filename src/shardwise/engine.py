@@ -359,6 +359,8 @@ class Engine(EngineTraining):
             self._state.saver.close()
         finally:
             self._sharded.unhook()
+            if self._sharded.disk is not None:
+                self._sharded.disk.close()
             if self._owns_world:
                 self.world.close(error)
 

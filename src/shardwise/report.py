@@ -34,6 +34,9 @@ class MemoryReport:
     """Bytes of the rows on the host: `param`, `optim`, and `buffers` for gradients and what is copied; empty if there
     are none."""
     measured_on_host: dict[str, int] = field(default_factory=dict)
+    promised_on_disk: dict[str, int] = field(default_factory=dict)
+    """Bytes of the files for rows on a disk: `optim`; empty if there are none."""
+    measured_on_disk: dict[str, int] = field(default_factory=dict)
 
     @property
     def promised_total(self) -> int:
@@ -60,6 +63,10 @@ class MemoryReport:
             *((kind, *(format_bytes(column[kind]) for column in columns)) for kind in self.promised),
             ("in all", *map(format_bytes, totals)),
             *((f"{kind} on the host", *map(format_bytes, both), "") for kind, both in self._on_host.items()),
+            *(
+                (f"{kind} on the disk", format_bytes(promised), format_bytes(self.measured_on_disk[kind]), "")
+                for kind, promised in self.promised_on_disk.items()
+            ),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -76,7 +83,12 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     promised, replicated = _footprint(sharded, specs), _footprint(sharded, replicas)
     on_host = promised.host.by_kind if promised.host is not None else {}
     measured_on_host = _measured_on_host(sharded) if on_host else {}
-    return MemoryReport(promised.by_kind, _measured(sharded), replicated.by_kind, on_host, measured_on_host)
+    on_disk = promised.disk.by_kind if promised.disk is not None else {}
+    measured_on_disk = {kind: sharded.sharding.meter.on("disk").now[kind] for kind in on_disk}
+    measured = _measured(sharded)
+    return MemoryReport(
+        promised.by_kind, measured, replicated.by_kind, on_host, measured_on_host, on_disk, measured_on_disk
+    )
 
 
 def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footprint:
@@ -150,6 +162,7 @@ def describe(sharded: ShardedModel) -> str:
         "bytes of this rank, as promised",
         *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
         *(f"  {kind:8} {format_bytes(num_bytes)} on the host" for kind, num_bytes in memory.promised_on_host.items()),
+        *(f"  {kind:8} {format_bytes(num_bytes)} on the disk" for kind, num_bytes in memory.promised_on_disk.items()),
         *_said_experts(sharded),
         *_said_stages(sharded),
     )
@@ -187,6 +200,7 @@ def _said_unit(unit: UnitSpec) -> str:
     frozen = sum(flat.numel for flat in unit.flats if not flat.trainable)
     numel = sum(flat.numel for flat in unit.flats)
     updated = ", updated on the host" if any(flat.updates_below for flat in unit.flats) else ""
+    updated += ", states on the disk" if any(flat.updates_from_disk for flat in unit.flats) else ""
     return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "") + updated
 
 

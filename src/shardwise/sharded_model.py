@@ -94,6 +94,8 @@ class ShardedModel:
         self._stepping: torch.optim.Optimizer | None = None
         """The optimizer that was asked for a step last."""
         self._hooks = ExitStack()
+        self.disk = sharding.disk
+        """What keeps the rows on a disk, if there are such."""
         self._parts: Parts | None = self._tied(sharding, optimizers)
         self.sequence = self._split_sequences(sharding.device)
 
@@ -131,6 +133,7 @@ class ShardedModel:
         executor.provide("buffers", lambda _: buffers.share())
         executor.provide("norms", peers.add_norms)
         executor.provide("master", partial(self._update_unit, {flat.name: flat for flat in flats}))
+        executor.provide("states", partial(self._move_states, {flat.name: flat for flat in flats}))
         executor.provide("matrix", peers.exchange_matrices)
         executor.provide("update", peers.exchange_matrices)
         optimizer = self._adopt(optimizers, flats, peers) if optimizers else None
@@ -215,6 +218,14 @@ class ShardedModel:
     @property
     def optimizer(self) -> AdoptedOptimizer | None:
         return self.parts.optimizer
+
+    def find_states(self) -> None:
+        """After a failed step: let tensors be where the disk's rows are."""
+        for flat in self.flats:
+            if flat.rows is not None:
+                flat.find_master()
+        if self.optimizer is not None:
+            self.optimizer.find_states()
 
     @property
     def runner(self) -> Runner:
@@ -346,6 +357,12 @@ class ShardedModel:
         assert self._stepping is not None
         self.require_optimizer().update_flat(self._stepping, flats[action.flat])
 
+    def _move_states(self, flats: Mapping[str, Flat], action: Action) -> None:
+        """`fetch` or `evict` of what one flat buffer has on a disk."""
+        optimizer = self.require_optimizer()
+        move = optimizer.fetch_states if action.verb == "fetch" else optimizer.evict_states
+        move(flats[action.flat])
+
     def _during_step(self) -> None:
         """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
         if self.gradients.is_taken:
@@ -360,6 +377,8 @@ class ShardedModel:
         if parts.verdict.is_news:
             parts.runner.programs.foresee_buffers(parts.buffers.learn())
         parts.runner.step.after()
+        if self.disk is not None:
+            self.disk.settle()
         parts.gradients.note_step()
         self._num_micro_batches = 0
         if member is self.require_optimizer().members[0]:

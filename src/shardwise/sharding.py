@@ -15,7 +15,7 @@ from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, RankTotal, expert_split, refuse_losses, share_totals
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
-from shardwise.optim import hyperparameters, vet
+from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.pipeline import AXIS as STAGES
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_size
@@ -23,6 +23,7 @@ from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.sequence import check_model as check_sequence
 from shardwise.storage import (
+    DiskMemory,
     HostMemory,
     LabelledTable,
     Ranks,
@@ -30,8 +31,10 @@ from shardwise.storage import (
     UnitChoice,
     choose_units,
     make_unit,
+    open_disk,
     share,
     tables_for,
+    unit_spec,
     within_budget,
 )
 from shardwise.telemetry import ByteMeter
@@ -60,6 +63,8 @@ class Sharding:
     """The stages of a pipeline that this rank has, if there is one."""
     experts: ExpertSplit | None = None
     """Which rank along `ep` has which experts, if there are such ranks."""
+    disk: DiskMemory | None = None
+    """What keeps the rows on a disk, if there are such."""
 
     @property
     def device(self) -> torch.device:
@@ -102,9 +107,23 @@ class Design:
         rows = {param: row for param, row in self.rows.items() if param in own}
         return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes))
 
-    def carry_out(self, world: World, device: torch.device, updates: Updates) -> Sharding:
+    def open_disk(
+        self, world: World, device: torch.device, updates: Updates, known: DiskMemory | None = None
+    ) -> DiskMemory | None:
+        """What is to keep the rows on a disk, if there are such; `known` is what keeps those of the plan before. All
+        ranks call."""
+        on_cpu = world.collectives(device).is_host
+        every = (unit_spec(choice, self.rows, self.mesh, updates, on_cpu=on_cpu) for choice in self.choices)
+        specs = [spec for spec in every if spec.flats]
+        return open_disk(specs, self.plan, self.mesh, world, device, known)
+
+    def carry_out(
+        self, world: World, device: torch.device, updates: Updates, disk: DiskMemory | None = None
+    ) -> Sharding:
         """Make the flat buffers, to be filled by the caller. All ranks call."""
         meter = ByteMeter()
+        if disk is not None:
+            disk.count_with(meter)
         coordinate = self.mesh.coordinate(world.rank)
         collectives = world.collectives(device)
         every = [
@@ -115,10 +134,10 @@ class Design:
         flats = [flat for unit in units for flat in unit.flats]
         host = HostMemory(meter, world.rank_device if device.type == world.rank_device.device.type else None)
         for flat in flats:
-            flat.keep_below(host)
+            flat.keep_below(host, disk)
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
-        return replace(laid, experts=self.experts)
+        return replace(laid, experts=self.experts, disk=disk)
 
 
 def boxes_for(
@@ -213,6 +232,8 @@ def lay(
     check_batch_norms(model, designed, values.device)
     require_elementwise(model, designed, updates)
     require_units(model, designed, updates)
+    require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
+    disk = designed.open_disk(world, values.device, updates)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     staged = None
     if designed.stages is not None:
@@ -222,7 +243,7 @@ def lay(
         staged.take_from(optimizers)
         designed = designed.of_stages(staged)
         updates = {param: update for param, update in updates.items() if param in staged.params}
-    sharding = replace(designed.carry_out(world, values.device, updates), staged=staged)
+    sharding = replace(designed.carry_out(world, values.device, updates, disk), staged=staged)
     values.settle(sharding.units)
     carry_out_experts(model, designed, world, values.device)
     if designed.split is not None:
@@ -293,12 +314,14 @@ def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:
     """Raise `ModelError` for an optimizer that looks at several units together where they are updated one by one."""
     for name, param in model.named_parameters():
         row = designed.rows.get(param)
-        is_below = row is not None and row.table.step != "device"
-        if is_below and param in updates and (updates[param].matrix or updates[param].needs_norm):
+        if row is None or row.table.step == "device":
+            continue
+        if param in updates and (updates[param].matrix or updates[param].needs_norm):
             what = "the whole matrix" if updates[param].matrix else "norms of whole parameters"
             raise ModelError(
-                f"The optimizer needs {what} of {name}, whose states the plan has on the host, where each unit is "
-                f"updated by itself. Take an elementwise optimizer such as AdamW, or leave rows.optim.tier out for it."
+                f"The optimizer needs {what} of {name}, whose states the plan has on the {row.table.optim.tier}, where "
+                f"each unit is updated by itself. Take an elementwise optimizer such as AdamW, or leave "
+                f"rows.optim.tier out for it."
             )
 
 

@@ -29,6 +29,7 @@ from shardwise.config import Plan
 from shardwise.errors import ConfigError, StateError
 from shardwise.init import check_same_settings
 from shardwise.mesh import Mesh
+from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
 from shardwise.sharded_model import ShardedModel, scaler_for
@@ -62,6 +63,13 @@ class State:
         def make() -> tuple[Request, Content]:
             if type(number) is not int or not 0 <= number < 10**18:
                 raise ConfigError(f"step is {number!r}, which is no number of steps; give a whole one, at least 0.")
+            if sharded.disk is not None:
+                sharded.disk.require_whole()
+                if not wait:
+                    raise ConfigError(
+                        "save(wait=False) copies what is saved to host memory first, and this plan has states on a "
+                        "disk because they are too large for that. Leave out wait=False."
+                    )
             if sharded.gradients.wait():
                 raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before save().")
             kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
@@ -95,10 +103,15 @@ class State:
         path = find(folder, sharded.world)
         if path is None:
             return None
+        if sharded.disk is not None:
+            sharded.disk.abandon()
+            sharded.find_states()
         open_params = sharded.runner.step.open_params
         loaded = load(
             path, content(sharded), sharded.optimizer, sharded.world, self.remembered, before_change=open_params
         )
+        if sharded.disk is not None:
+            sharded.disk.settle()
         progress = sharded.progress
         progress.num_steps = int(loaded.state["num_steps"])
         if progress.scaler is not None and "loss_scale" in loaded.state:
@@ -170,15 +183,21 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
     require_units(model, designed, sharded.sharding.updates)
+    tables = {param: row.table for param, row in designed.rows.items()}
+    require_states_for_disk(model, sharded.optimizer.members if sharded.optimizer is not None else (), tables)
     if sharded.gradients.exist():
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
     optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
     device, updates, before_change = sharded.sharding.device, sharded.sharding.updates, sharded.before_change
+    had = sharded.disk
+    if had is not None:
+        had.require_whole()
+    disk = designed.open_disk(world, device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
     belongings = TrainingState(sharded.flats, sharded.optimizer, world)
     sharded.take_down()
-    sharding = designed.carry_out(world, device, updates)
+    sharding = designed.carry_out(world, device, updates, disk)
     states: dict[str, dict[str, Any]] = {}
     for unit in sharding.units:
         for flat in unit.flats:
@@ -186,6 +205,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     renewed = ShardedModel(model, optimizers, sharding, world, progress, before_change)
     if renewed.optimizer is not None:
         for piece in renewed.optimizer.pieces:
-            renewed.optimizer.put_state(piece, states.get(piece.name, {}))
+            renewed.optimizer.put_state(piece, states.pop(piece.name, {}))
+    if had is not None and had is not disk:
+        had.close()
     renewed.runner.step.restore_params()
     return renewed

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+PAGE = 4096
+"""Bytes. Reads and writes that bypass the page cache begin and end on multiples of it, in the file and in memory."""
 BYTES = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _BYTES_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", re.IGNORECASE)
 

@@ -72,7 +72,7 @@ def with_dtypes(preset: Preset, mesh: Mesh, compute: Dtype = "bf16", states: Dty
         replace(over.optim, **wide),
         compute=compute,
         wire=compute,
-        step=preset.optim.tier,
+        step="device" if preset.optim.tier == "device" else "host",
     )
 
 

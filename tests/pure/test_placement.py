@@ -350,6 +350,18 @@ def program_of(table: Table) -> dict[str, str]:
                 "after step, params": "cast(bf16) fetch(host)",
             },
         ),
+        (
+            "infinity",
+            {
+                "before forward": "gather(dp)",
+                "after forward": "slice(dp)",
+                "before backward": "gather(dp)",
+                "after backward": "reduce_scatter(dp) evict(host)",
+                "after step, params": "cast(bf16) fetch(host)",
+                "before step, states": "fetch(disk)",
+                "after step, states": "evict(disk)",
+            },
+        ),
     ],
 )
 def test_presets_move_what_the_papers_say(name: str, expected: dict[str, str]) -> None:
@@ -359,7 +371,7 @@ def test_presets_move_what_the_papers_say(name: str, expected: dict[str, str]) -
 
 def test_every_preset_is_expected_above() -> None:
     on_device = {"ddp", "zero1", "zero2", "zero3", "zero3-kept", "hsdp", "hpz"}
-    assert set(PRESETS) == on_device | {"offload", "zero3-offload"}
+    assert set(PRESETS) == on_device | {"offload", "zero3-offload", "infinity"}
     assert all(one.known_from for one in PRESETS.values())
 
 
@@ -555,7 +567,7 @@ def test_edited_axes_may_come_in_any_order() -> None:
         ("ddp", "rows.param.shard=[dp]", "Shard optim over it too"),
         ("zero3", "rows.grad.partial=[dp]", "grad is both sharded and partial over dp"),
         ("zero2", "rows.optim.dtype=bf16", "narrower than param"),
-        ("zero2", "rows.optim.tier=disk", "Row 'optim' is placed on tier 'disk', but this version keeps rows on"),
+        ("zero2", "rows.grad.tier=disk", "Row 'grad' is placed on tier 'disk', where this version"),
         ("zero3", "rows.param.tier=host", "Row 'param' is on the host and 'optim' on the device, but the update is"),
         ("zero2", "rows.grad.tier=host", "Row 'grad' is on the host and 'optim' on the device"),
         ("zero1", "rows.grad.tier=host", r"Row 'grad' waits on the host as summands over dp, and sums are taken on"),

@@ -45,6 +45,7 @@ TABLES = {
     "zero3, all on the host": replace(PRESETS["zero3-offload"], param=HOST, held=HOST),
     "zero2, all on the host": replace(PRESETS["offload"], param=Row(tier="host"), held=Row(tier="host")),
     "zero1, states on the host": replace(PRESETS["zero1"], optim=HOST),
+    "zero3, states on a disk, the rest on the host": replace(PRESETS["infinity"], param=HOST, held=HOST),
 }
 
 
@@ -248,7 +249,7 @@ def test_the_simulation_finds_what_is_wrong() -> None:
 
 
 PROVIDED = {("agree", "verdict"), ("agree", "norms"), ("broadcast", "buffers"), ("update", "master")} | {
-    entry for entry in EFFECTS if entry[1] in ("update", "matrix")
+    entry for entry in EFFECTS if entry[1] in ("update", "matrix", "states")
 }
 """What is not of one flat buffer, or an optimizer's: given to the executor by `sharded.py`."""
 

@@ -220,7 +220,8 @@ def _read_and_check(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer
     for states in recipe.states:
         assert optimizer is not None
         tensor = states.piece.tensor.detach()
-        has_some = not optimizer.takes_states_as_they_are or bool(optimizer.state_of(states.piece))
+        is_on_disk = states.piece.flat.rows is not None  # then their memory would be taken besides
+        has_some = is_on_disk or not optimizer.takes_states_as_they_are or bool(optimizer.state_of(states.piece))
         for key, reads in states.reads.items():
             dtype = _state_dtype(reader, optimizer, states.piece, key)
             if not has_some:

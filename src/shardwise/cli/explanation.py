@@ -217,6 +217,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "bytes": by_kind(explained.held),
         **({} if host is None else {"bytes_on_host": {**host.by_kind, "total": host.total}}),
         **({} if host is None else {"copied_bytes_per_step": explained.copied_bytes}),
+        **({} if explained.held.disk is None else {"bytes_on_disk": explained.held.disk.by_kind}),
         "peak_at": _said_peak(explained.held),
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,

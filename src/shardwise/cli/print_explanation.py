@@ -94,7 +94,7 @@ def _split_over(place: Place) -> Text:
     """The axes alone: the columns are many and a terminal is narrow."""
     if place.partial:
         return Text(f"partial {'+'.join(place.partial)}", "yellow")
-    words = f"{'+'.join(place.shard) or 'copy'}{', host' if place.tier == 'host' else ''}"
+    words = f"{'+'.join(place.shard) or 'copy'}{f', {place.tier}' if place.tier != 'device' else ''}"
     return Text(words, "green" if place.shard else "")
 
 
@@ -225,6 +225,9 @@ def _bytes_grid(explained: Explanation) -> Grid:
     on_host = explained.held.host.by_kind if explained.held.host is not None else {}
     for kind, num_bytes in on_host.items():
         grid.add_row(Text(f"{kind} on the host", "cyan"), format_bytes(num_bytes), "", Text(ON_HOST[kind], "dim"))
+    if explained.held.disk is not None:
+        said = Text("one file for each flat buffer; read and written once in a step", "dim")
+        grid.add_row(Text("optim on the disk", "cyan"), format_bytes(explained.held.disk.optim), "", said)
     return grid
 
 
@@ -253,6 +256,6 @@ def _sent(explained: Explanation) -> str:
         text += f", {said} of activations along tp"
     text = text if num == 1 else f"{text} in {num} micro-batches"
     copied = explained.copied_bytes
-    if copied:
+    if any(copied.values()):
         text += f"; {format_bytes(copied.get('evict', 0))} to the host, {format_bytes(copied.get('fetch', 0))} from it"
     return text

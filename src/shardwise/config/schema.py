@@ -215,6 +215,9 @@ class Plan(Strict):
     )
     offload: Offload = Field(default=Offload(), description="which share of the model is kept on the host")
     budget: Budget = Field(default=Budget(), description="what memory there is: sets offload to the least that fits")
+    disk: str | None = Field(
+        default=None, description="folder on a local disk, of this job alone, for rows on tier disk"
+    )
     wire: Wire = Field(default=Wire(), description="what travels")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
     tensor: TensorParallel = Field(

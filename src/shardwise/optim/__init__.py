@@ -3,6 +3,7 @@
 from shardwise.optim.adam import AdamW
 from shardwise.optim.adopted import SCALAR_STATES, AdoptedOptimizer
 from shardwise.optim.cooperative import Cooperative, Peers
+from shardwise.optim.disk_check import require_states_for_disk
 from shardwise.optim.hyper import hyper_digest, hyperparameters
 from shardwise.optim.lamb import Lamb
 from shardwise.optim.lion import Lion
@@ -25,6 +26,7 @@ __all__ = [
     "hidden_matrices",
     "hyper_digest",
     "hyperparameters",
+    "require_states_for_disk",
     "state_keys",
     "vet",
 ]

@@ -116,6 +116,8 @@ class AdoptedOptimizer:
 
     def _guard_states(self, member: torch.optim.Optimizer) -> None:
         member.state = StatesOfPieces(self._names, member.state, self._groups[member])
+        for piece in self._groups[member].pieces:
+            self._store(piece, moves=True)
 
     @contextmanager
     def _pieces_listed(self, member: torch.optim.Optimizer) -> Iterator[None]:
@@ -179,6 +181,46 @@ class AdoptedOptimizer:
             start, first = numbers.stop, first + len(own)
 
     # -- the step ---------------------------------------------------------------------------------------
+
+    def fetch_states(self, flat: Flat) -> None:
+        """What lies on a disk of one flat buffer into host memory, where its pieces and their states are then."""
+        flat.fetch_states()
+        for piece in self._pieces_on_disk(flat):
+            self._store(piece)
+
+    def evict_states(self, flat: Flat) -> None:
+        """Begin to write it back, with the states that an optimizer has made or replaced."""
+        pieces = self._pieces_on_disk(flat)
+        for piece in pieces:
+            self._store(piece, moves=True)
+        flat.evict_states()
+        for piece in pieces:
+            self._store(piece)
+
+    def find_states(self) -> None:
+        """Let pieces and their states be where the disk's rows are now."""
+        for piece in self.pieces:
+            self._store(piece)
+
+    def _pieces_on_disk(self, flat: Flat) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.flat is flat and piece.span.numel]
+
+    def _store(self, piece: Piece, *, moves: bool = False) -> None:
+        """Let a piece and its states be where its flat buffer's rows are now; what is not there yet is copied, if it
+        `moves`."""
+        flat, rows = piece.flat, piece.flat.rows
+        if rows is None or not piece.span.numel:
+            return
+        mine = flat.slots[piece.index].span.overlap(flat.optim_span).within(flat.optim_span)
+        piece.tensor.data = rows.master(flat.optim_span.numel, piece.tensor.dtype)[mine.start : mine.stop]
+        kept: dict[Tensor, dict[str, Any]] = self._member_of[piece.tensor].state
+        state = dict.get(kept, piece.tensor) or {}
+        for key, value in list(state.items()):
+            if isinstance(value, Tensor) and value.dim() and value.shape == piece.tensor.shape:
+                there = rows.place(piece.index, key, value.numel(), value.dtype)
+                if moves and there.data_ptr() != value.data_ptr():
+                    there.copy_(value)
+                state[key] = there
 
     def update_flat(self, member: torch.optim.Optimizer, flat: Flat) -> None:
         """Let `member` update the pieces of one flat buffer, apart from its step, which is to follow.
@@ -260,6 +302,7 @@ class AdoptedOptimizer:
                 member.accept_state(piece.tensor, cut)
             else:
                 member.state[piece.tensor] = cut
+        self._store(piece, moves=True)
 
     def numbered(self, member: torch.optim.Optimizer | None = None) -> Iterator[tuple[int, Piece]]:
         """Each piece with its number in the `state_dict()` of `member`, or of all: they count through the groups."""

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ModelError
-from shardwise.optim.cooperative import Cooperative
+from shardwise.optim.disk_check import state_dtypes
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.optim.probe import twin_of
-from shardwise.program import SMALL_NUMEL
 from shardwise.telemetry import Timeline
 from shardwise.tiers import BufferPool, IoQueue, SlicedFile, TierFolder
 from shardwise.tiers.sliced_file import SLICE_NUMEL
@@ -161,30 +159,3 @@ class DiskStates:
             if key != PARAM and isinstance(kept, Tensor) and kept.data_ptr() != view.data_ptr():
                 view.copy_(kept)
         self.scalars = {key: value for key, value in state.items() if key not in views}
-
-
-def state_dtypes(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, torch.dtype]:
-    """The states that `optimizer` keeps in the shape of a parameter of `dtype`, by name.
-
-    Raises `ModelError` for one that keeps others, or looks at more than each element.
-    """
-    name = type(optimizer).__name__
-    param = nn.Parameter(torch.linspace(-1, 1, 2 * SMALL_NUMEL, dtype=dtype))  # enough to be kept narrow, if any is
-    if isinstance(optimizer, Cooperative):
-        update = optimizer.update_of(param, group)
-        if update.needs_norm or update.matrix:
-            raise ModelError(f"{name} looks at whole parameters, and on a disk they are updated slice by slice.")
-    twin = twin_of(optimizer, group, [param])
-    param.grad = torch.ones_like(param)
-    type(twin).step(twin)
-    kept = {key: value for key, value in twin.state[param].items() if isinstance(value, Tensor) and value.dim()}
-    for key, value in kept.items():
-        if value.shape != param.shape or value.dtype != dtype:
-            raise ModelError(
-                f"{name} keeps {key} as {str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)} for a "
-                f"parameter of {param.numel()} elements. States on a disk have the parameter's shape and dtype: "
-                f"use state_dtype='fp32'."
-            )
-    return {key: value.dtype for key, value in kept.items()}

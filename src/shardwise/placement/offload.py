@@ -49,5 +49,5 @@ def check_offload(plan: Plan, mesh: Mesh) -> None:
     if asked.optim and table_for(plan, mesh).step != "device":
         raise ConfigError(
             f"offload.optim is {asked.optim:g}, a share of the units, but the plan's rows have the states of all units "
-            f"on the host. Leave out offload, or take a preset with states on the device."
+            f"on the {table_for(plan, mesh).optim.tier}. Leave out offload, or take a preset with states on the device."
         )

@@ -45,7 +45,7 @@ class Preset:
 DP, TWO = ("dp",), ("node", "local")
 COPY, SHARD, PARTIAL = Place(), Place(shard=DP), Place(partial=DP)
 LOCAL, BOTH = Place(shard=("local",)), Place(shard=TWO)
-HOST = Place(shard=DP, tier="host")
+HOST, DISK = Place(shard=DP, tier="host"), Place(shard=DP, tier="disk")
 
 PRESETS = {
     #                    axes  param  held   grad     optim
@@ -58,6 +58,7 @@ PRESETS = {
     "hpz": Preset(TWO, BOTH, LOCAL, BOTH, BOTH, "ZeRO++ secondary shard (arXiv:2306.10209)"),
     "offload": Preset(DP, COPY, COPY, HOST, HOST, "ZeRO-Offload (arXiv:2101.06840): ZeRO stage 2, updated on the host"),
     "zero3-offload": Preset(DP, SHARD, SHARD, HOST, HOST, "ZeRO stage 3 with offload_optimizer, updated on the host"),
+    "infinity": Preset(DP, SHARD, SHARD, HOST, DISK, "ZeRO-Infinity (arXiv:2104.07857): zero3-offload, states on disk"),
 }
 
 
@@ -109,10 +110,10 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         said = {key: value for edit in edits for key, value in edit if value is not None}
         edited = replace(place, **{"dtype": dtype, **said})
         mesh.require(edited.shard + edited.partial, f"{what} {kind!r}")
-        if edited.tier == "disk":
+        if edited.tier == "disk" and kind != "optim":
             raise PlacementError(
-                f"{what} {kind!r} is placed on tier 'disk', but this version keeps rows on the device or on the host. "
-                f"Make rows.{kind}.tier host, or leave it out."
+                f"{what} {kind!r} is placed on tier 'disk', where this version keeps optimizer states and master "
+                f"weights alone. Make rows.{kind}.tier host, or leave it out."
             )
         if kind in ("param", "held") and edited.dtype != compute:
             raise PlacementError(
@@ -135,7 +136,7 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         optim=optim,
         compute=compute,
         wire=plan.wire.grad or compute,
-        step=optim.tier,
+        step="device" if optim.tier == "device" else "host",
     )
 
 
@@ -147,7 +148,7 @@ def _check_tiers(param: Place, held: Place, grad: Place, optim: Place, what: str
             f"device. Shard it over that axis, or leave out rows.grad.tier."
         )
     for kind, place in (("param", param), ("grad", grad)):
-        if place.tier == "host" and optim.tier != "host":
+        if place.tier == "host" and optim.tier == "device":
             raise PlacementError(
                 f"{what} {kind!r} is on the host and 'optim' on the device, but the update is done where the states "
                 f"are. Set rows.optim.tier=host too."

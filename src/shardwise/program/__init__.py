@@ -31,7 +31,15 @@ from shardwise.program.build import (
 )
 from shardwise.program.check import check, check_step
 from shardwise.program.effects import COMPUTES, EFFECTS, Buffer, Effect, Subject, Verb, adds_in_place
-from shardwise.program.footprint import NUM_KEPT_BLOCKS, Footprint, HostFootprint, footprint
+from shardwise.program.footprint import (
+    NUM_DISK_BUFFERS,
+    NUM_KEPT_BLOCKS,
+    DiskFootprint,
+    Footprint,
+    HostFootprint,
+    disk_bytes,
+    footprint,
+)
 from shardwise.program.matrix_exchange import Matrix, MatrixExchange, matrix_exchanges
 from shardwise.program.plan import StepProgram, plan_step
 from shardwise.program.prefetch import prefetch
@@ -49,6 +57,7 @@ __all__ = [
     "DURING_STEP",
     "EFFECTS",
     "END_OF_BACKWARD",
+    "NUM_DISK_BUFFERS",
     "NUM_KEPT_BLOCKS",
     "OPTIMIZERS",
     "SMALL_NUMEL",
@@ -56,6 +65,7 @@ __all__ = [
     "Activations",
     "Block",
     "Buffer",
+    "DiskFootprint",
     "Effect",
     "FlatSpec",
     "Footprint",
@@ -81,6 +91,7 @@ __all__ = [
     "build_step",
     "check",
     "check_step",
+    "disk_bytes",
     "drop_due",
     "fills_grad",
     "footprint",

@@ -76,7 +76,8 @@ class Action:
     `subject` is what it acts on, `over` the mesh axis, `dtype` what the bytes are afterwards, and
     `sent_bytes` what this rank puts on the wire; of a `collect` or `hand_back`, in which ranks send
     differently much, what the busiest one does. Of a `fetch` or `evict`, for which `over` is the tier from which or to
-    which bytes go, it is what goes between that and the device.
+    which bytes go, it is what goes between that and the device; of `states`, which go
+    between a disk and the host, it is not said.
     """
 
     verb: Verb

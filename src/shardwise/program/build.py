@@ -109,10 +109,17 @@ def build_updates(units: Sequence[UnitSpec]) -> Program:
     blocks = []
     for unit in units:
         flats = [flat for flat in unit.flats if flat.updates_below]
-        due = [action for flat in flats for action in (Action("update", flat.name, "master"), *step_parameters(flat))]
+        due = [action for flat in flats for action in (*_update(flat), *step_parameters(flat))]
         if due:
             blocks.append(Block(update_moment(unit.name), tuple(due)))
     return tuple(blocks)
+
+
+def _update(flat: FlatSpec) -> Actions:
+    update = Action("update", flat.name, "master")
+    if not flat.updates_from_disk:
+        return (update,)
+    return (Action("fetch", flat.name, "states"), update, Action("evict", flat.name, "states"))
 
 
 def build_restore(units: Sequence[UnitSpec]) -> Actions:
@@ -177,6 +184,9 @@ def step_gradients(flat: FlatSpec) -> Actions:
 def step_parameters(flat: FlatSpec) -> Actions:
     """From what has been updated to where parameters rest."""
     acted = _acted(flat, "param", flat.table.due, flat.table.param)
+    if flat.updates_from_disk and not any(action.verb in ("cast", "fetch") for action in acted):
+        dtype = flat.table.param.dtype  # nothing is cast or fetched, but what was updated is not what rests
+        acted = (Action("cast", flat.name, "param", dtype, dtype), *acted)
     is_fetched = any(action.verb == "fetch" for action in acted)
     is_cast = any(action.verb == "cast" for action in acted)
 

@@ -32,6 +32,7 @@ Subject = Literal[
     "grad",
     "due",
     "master",
+    "states",
     "outgoing",
     "verdict",
     "buffers",
@@ -160,8 +161,11 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
         awaited=("update", "update"),
     ),
     ("wait", "update"): Effect(waits="given", frees=("staging", "given")),
-    # the update, where it is not one for all on the device: a unit's on the host
+    # the update, where it is not one for all on the device: a unit's on the host, around it its states from a disk.
+    # Reading ahead and writing behind are the disk's own: see storage/disk_memory.py
+    ("fetch", "states"): Effect(reads=("master",)),
     ("update", "master"): Effect(reads=("due",), changes=("master",)),
+    ("evict", "states"): Effect(reads=("master",)),
     ("cast", "outgoing"): Effect("outgoing", reads=("master",)),
     ("fetch", "outgoing"): _fetch("outgoing", "param", ("updated", "param"), consumes=("outgoing",)),
     ("fetch", "updated"): _fetch("master", "param", ("updated", "param")),

@@ -18,6 +18,7 @@ from shardwise.program.build import fills_grad, reduce_due
 from shardwise.program.effects import Buffer
 from shardwise.program.spec import FlatSpec, UnitSpec
 from shardwise.program.walk import Walk
+from shardwise.units import PAGE
 
 NUM_KEPT_BLOCKS = 2
 """Blocks of shared memory that wait, with their pages, for the next gradients to be sent from where they lie. As many
@@ -44,9 +45,24 @@ class HostFootprint:
         return sum(self.by_kind.values())
 
 
+NUM_DISK_BUFFERS = 3
+"""Of the host, each for the states of one flat buffer on a disk: one is read, one updated, one written."""
+
+
+@dataclass(frozen=True)
+class DiskFootprint:
+    """Bytes of one rank on a disk: files for states and master weights, one for each flat buffer."""
+
+    optim: int
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        return {"optim": self.optim}
+
+
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank: on its device, and beside them those on the `host`, if the table has rows there.
+    """Bytes on one rank: on its device, and beside them those on `host` and `disk`, if the table has rows there.
 
     `param`, `optim` (states and master weights) and `grad` rest between steps or wait for one; `working`
     is what the peak holds beyond them: gathered parameters, gradients on their way, copies for the wire.
@@ -64,6 +80,7 @@ class Footprint:
     process: int = 0
     peak_at: Moment | None = None
     host: HostFootprint | None = None
+    disk: DiskFootprint | None = None
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -110,23 +127,26 @@ def footprint(
                 clock.walk(block, mark)
     for block in step:
         clock.walk(block)
-    host = _on_host(flats, clock.pooled, states_per_param, coordinate)
+    files = [disk_bytes(flat, coordinate, states_per_param) for flat in flats if flat.updates_from_disk]
+    disk = DiskFootprint(sum(files)) if files else None
+    buffers = clock.pooled + min(NUM_DISK_BUFFERS, len(files)) * max(files, default=0)
+    host = _on_host(flats, buffers, states_per_param, coordinate)
     grad_buffers = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_grad_buffer)
     if activations is None:
-        return Footprint(param, grad, optim, max(0, grad_buffers + clock.peak - grad), host=host)
+        return Footprint(param, grad, optim, max(0, grad_buffers + clock.peak - grad), host=host, disk=disk)
     working = clock.peak - clock.peak_grad - clock.peak_activations
     grad, process = grad_buffers + clock.peak_grad, activations.process_bytes
-    return Footprint(param, grad, optim, working, clock.peak_activations, process, clock.peak_at, host)
+    return Footprint(param, grad, optim, working, clock.peak_activations, process, clock.peak_at, host, disk)
 
 
 def _on_host(
-    flats: Sequence[FlatSpec], pooled: int, states_per_param: int, coordinate: Mapping[str, int] | None
+    flats: Sequence[FlatSpec], buffers: int, states_per_param: int, coordinate: Mapping[str, int] | None
 ) -> HostFootprint | None:
-    buffers: tuple[Buffer, ...] = ("param", "master", "grad")
-    if all(flat.tier_of(buffer) == "device" for flat in flats for buffer in buffers):
+    rows: tuple[Buffer, ...] = ("param", "master", "grad")
+    if all(flat.tier_of(row) == "device" for flat in flats for row in rows):
         return None
     optim = _optim_bytes(flats, "host", states_per_param, coordinate)
-    return HostFootprint(_resting_bytes(flats, "host"), optim, pooled)
+    return HostFootprint(_resting_bytes(flats, "host"), optim, buffers)
 
 
 def _resting_bytes(flats: Sequence[FlatSpec], tier: Tier) -> int:
@@ -164,10 +184,19 @@ def _optim_bytes(
     for flat in flats:
         if not flat.trainable or flat.tier_of("master") != tier:
             continue
-        copies = (0 if flat.updates else states_per_param) + (0 if flat.master_is_param else 1)
-        num_bytes += copies * flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
-        num_bytes += _state_bytes(flat, coordinate)
+        num_bytes += _optim_bytes_of(flat, states_per_param, coordinate)
     return num_bytes
+
+
+def disk_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None, states_per_param: int = 0) -> int:
+    """Of the file with the states and master weights of one flat buffer: whole pages."""
+    return -(-_optim_bytes_of(flat, states_per_param, coordinate) // PAGE) * PAGE
+
+
+def _optim_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
+    copies = (0 if flat.updates else states_per_param) + (0 if flat.master_is_param else 1)
+    num_bytes = copies * flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
+    return num_bytes + _state_bytes(flat, coordinate)
 
 
 def _state_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None) -> int:

@@ -59,6 +59,11 @@ class FlatSpec:
         """Whether the update is not done on the device, and so by itself, apart from that of other units."""
         return self.trainable and self.table.step != "device"
 
+    @property
+    def updates_from_disk(self) -> bool:
+        """Whether master weights and states come from a disk to be updated."""
+        return self.trainable and self.table.optim.tier == "disk"
+
     def tier_of(self, buffer: Buffer) -> Tier:
         """Where `buffer` lies; of a sum, where it is until it is evicted."""
         table = self.table

@@ -2,6 +2,8 @@
 
 from shardwise.storage.boxes import part_of, put_part
 from shardwise.storage.budget import Ranks, within_budget
+from shardwise.storage.disk_folder import open_disk
+from shardwise.storage.disk_memory import DiskMemory, DiskRows
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import AtRest, Flat, FullState, is_at_rest
 from shardwise.storage.fresh import FreshGradients
@@ -18,6 +20,8 @@ __all__ = [
     "AtRest",
     "Copied",
     "Copy",
+    "DiskMemory",
+    "DiskRows",
     "Flat",
     "FlatGradients",
     "FreshGradients",
@@ -35,6 +39,7 @@ __all__ = [
     "make_unit",
     "may_overlap",
     "on_host",
+    "open_disk",
     "part_of",
     "put_part",
     "share",

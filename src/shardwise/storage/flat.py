@@ -22,8 +22,10 @@ from enum import Enum
 import torch
 
 from shardwise.comm import SharedBuffer
+from shardwise.errors import StateError
 from shardwise.placement import Slot, Span
-from shardwise.program import Buffer, FlatSpec
+from shardwise.program import Buffer, FlatSpec, disk_bytes
+from shardwise.storage.disk_memory import DiskMemory, DiskRows
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.grad_buffer import Memory, OwnMemory
 from shardwise.storage.gradients import FlatGradients
@@ -99,6 +101,9 @@ class Flat:
         self.grads = FlatGradients(spec, self.slots, coordinate, meter, device)
         self.reading: Copy = Copied()
         """The copy that was last to read what rests on the host: `land` before that is written to."""
+        self.disk: DiskMemory | None = None
+        self.rows: DiskRows | None = None
+        """What lies on a disk, if the table has a row there."""
         self._plain_types: tuple[type, ...] = ()
         self._resting_types: tuple[type, ...] = ()
         self.is_resting = False
@@ -117,9 +122,10 @@ class Flat:
         """What is sent from where it lies is to lie in `memory`. Said before the first values."""
         self.memory = self.grads.memory = memory
 
-    def keep_below(self, host: HostMemory) -> None:
-        """Rows on the host are to lie in `host`. Said before the first values."""
+    def keep_below(self, host: HostMemory, disk: DiskMemory | None = None) -> None:
+        """Rows on the host are to lie in `host`, those on a disk in `disk`. Said before the first values."""
         self.grads.host = host
+        self.disk = disk
 
     @property
     def host(self) -> HostMemory:
@@ -207,7 +213,15 @@ class Flat:
         """Memory of zeros for a row, on its tier; the host's counts its own."""
         if self.spec.tier_of(buffer) == "device":
             return torch.zeros(numel, dtype=dtype, device=self.device)
+        if self.spec.tier_of(buffer) == "disk":
+            return self._on_disk(numel, dtype)
         return self.host.zeros(numel, dtype, "param" if buffer == "param" else "optim")
+
+    def _on_disk(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self.disk is None:
+            raise StateError(f"{self.name} has rows on a disk, and no folder was opened for them.")
+        self.rows = self.disk.rows(self.name, disk_bytes(self.spec, self.coordinate))
+        return self.rows.master(numel, dtype)
 
     @property
     def kept_dtype(self) -> torch.dtype:
@@ -253,6 +267,30 @@ class Flat:
         if self.held is not None:
             self.meter.drop("working", self.held.nbytes)
             self.held = None
+
+    def fetch_states(self) -> None:
+        """Bring what lies on the disk into host memory, where it is to be updated. `master` is there until the disk has
+        all of it again."""
+        assert self.disk is not None
+        assert self.rows is not None
+        self.disk.fetch(self.rows)
+        self.find_master()
+
+    def evict_states(self) -> None:
+        """Begin to write it back."""
+        assert self.disk is not None
+        assert self.rows is not None
+        self.disk.evict(self.rows, self._leave_buffer)
+
+    def _leave_buffer(self) -> None:
+        self.land()
+        self.find_master()
+
+    def find_master(self) -> None:
+        """Let `master` be where the disk's rows are now."""
+        assert self.rows is not None
+        assert self.master is not None
+        self.master = self.rows.master(self.master.numel(), self.master.dtype)
 
     def accept_master(self) -> None:
         """Cast what the optimizer has updated into the range of `param` that it came from."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-PAGE = 4096
-"""Bytes. Reads and writes that bypass the page cache begin and end on multiples of it, in the file and in memory."""
+from shardwise.units import PAGE as PAGE
 
 
 def down(num_bytes: int, step: int = PAGE) -> int:

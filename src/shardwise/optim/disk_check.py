@@ -1,0 +1,61 @@
+"""Whether an optimizer's states can lie on a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.optim.cooperative import Cooperative
+from shardwise.optim.probe import twin_of
+from shardwise.placement import Table
+from shardwise.program import SMALL_NUMEL
+from shardwise.storage import torch_dtype
+
+
+def require_states_for_disk(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tables: Mapping[nn.Parameter, Table]
+) -> None:
+    """Raise `ModelError` if states of a parameter whose row is on a disk could not lie there."""
+    names = {param: name for name, param in model.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            there = [param for param in group["params"] if param in tables and tables[param].optim.tier == "disk"]
+            for dtype in {tables[param].optim.dtype for param in there}:
+                try:
+                    state_dtypes(optimizer, group, torch_dtype(dtype))
+                except ModelError as error:
+                    raise ModelError(
+                        f"{names.get(there[0], 'A parameter')} has its states on a disk. {error} Or put them on the "
+                        f"host: rows.optim.tier: host."
+                    ) from error
+
+
+def state_dtypes(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """The states that `optimizer` keeps in the shape of a parameter of `dtype`, by name.
+
+    Raises `ModelError` for one that keeps others, or looks at more than each element.
+    """
+    name = type(optimizer).__name__
+    param = nn.Parameter(torch.linspace(-1, 1, 2 * SMALL_NUMEL, dtype=dtype))  # enough to be kept narrow, if any is
+    if isinstance(optimizer, Cooperative):
+        update = optimizer.update_of(param, group)
+        if update.needs_norm or update.matrix:
+            raise ModelError(f"{name} looks at whole parameters, and on a disk they are updated slice by slice.")
+    twin = twin_of(optimizer, group, [param])
+    param.grad = torch.ones_like(param)
+    type(twin).step(twin)
+    kept = {key: value for key, value in twin.state[param].items() if isinstance(value, torch.Tensor) and value.dim()}
+    for key, value in kept.items():
+        if value.shape != param.shape or value.dtype != dtype:
+            raise ModelError(
+                f"{name} keeps {key} as {str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)} for a "
+                f"parameter of {param.numel()} elements. States on a disk have the parameter's shape and dtype: "
+                f"use state_dtype='fp32'."
+            )
+    return {key: value.dtype for key, value in kept.items()}

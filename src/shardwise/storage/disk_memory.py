@@ -1,0 +1,194 @@
+"""Masters and states on a disk: one file for each flat buffer, of which a step has a few in memory at a time.
+
+[Note: rows on a disk] Between steps tensors on the tier `disk` are views of their file, mapped into memory: whoever
+reads or writes one (access, checkpoints, a change of plan) does so through the kernel's page cache, which keeps what
+there is room for. A step goes another way: a file is read as a whole, past the page cache, into one of a few buffers,
+in which the optimizer finds its tensors; it is written back from there while the next one, which was read meanwhile, is
+updated. A kernel keeps the two ways coherent: what was written to mapped pages is on the disk before a direct read, and
+a direct write lets mapped pages go. Nobody uses the mapping of a file while it is in a buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shardwise.devices import RankDevice
+from shardwise.errors import StateError, TierError
+from shardwise.program import NUM_DISK_BUFFERS
+from shardwise.telemetry import ByteMeter
+from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder
+
+Tensor = torch.Tensor
+
+
+class DiskRows:
+    """What one flat buffer has on the disk: tensors, one after the other, in a file that is as large as promised."""
+
+    def __init__(self, name: str, file: DiskFile) -> None:
+        self.name = name
+        self.file = file
+        self._mapped = torch.frombuffer(mmap.mmap(file.descriptor(), file.num_bytes), dtype=torch.uint8)
+        self._used = 0
+        self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
+        self.buffer: Tensor | None = None
+        """That has all of it, from `DiskMemory.fetch` to `evict`."""
+
+    def master(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Master weights, which are given a place first."""
+        return self.place(-1, "master", numel, dtype)
+
+    def place(self, index: int, key: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """State `key` of parameter `index` (or of all) where it lies now: in the buffer, or else mapped.
+
+        The first time it is given a place. Raises `StateError` for more than was promised.
+        """
+        found = self._places.get((index, key))
+        if found is None:
+            start = -(-self._used // dtype.itemsize) * dtype.itemsize
+            if start + numel * dtype.itemsize > self.file.num_bytes:
+                raise StateError(
+                    f"{self.name}: {key} is a state that the optimizer did not keep when it was tried out at shard(), "
+                    f"and there is no room for it on the disk. Put the states of its parameters on the host: "
+                    f"rows.optim.tier: host."
+                )
+            self._used = start + numel * dtype.itemsize
+            found = self._places[index, key] = (start, numel, dtype)
+        elif found[1:] != (numel, dtype):
+            raise StateError(f"{self.name}: {key} has changed its size or dtype, and on a disk it has {found[1:]}.")
+        start, stop = found[0], found[0] + numel * dtype.itemsize
+        return (self._mapped if self.buffer is None else self.buffer)[start:stop].view(dtype)
+
+
+class DiskMemory:
+    """The files of one rank in the folder that a plan names, and the buffers through which a step takes them.
+
+    Files are counted as `optim` on the disk, and buffers as `buffers` on the host.
+    """
+
+    def __init__(self, folder: Path | str, rank: int, device: RankDevice | None = None) -> None:
+        """`device` is the rank's, if tensors lie there. Raises `TierError` for a folder that cannot be had."""
+        self.folder = TierFolder(folder, rank=rank)
+        self._queue = IoQueue()
+        self._device = device
+        self._meter = ByteMeter()
+        self._rows: list[DiskRows] = []
+        self._pool: BufferPool | None = None
+        self._reading: tuple[DiskRows, Tensor, Pending] | None = None
+        self._writing: deque[tuple[Tensor, Pending, Callable[[], None]]] = deque()
+        self._buffer_bytes = 0
+        self._is_torn = False
+        """Whether a step has begun to update what is here, and has not come to its end."""
+        self._num_made = 0
+
+    def count_with(self, meter: ByteMeter) -> None:
+        """Rows of a plan are to come here, and to be counted by `meter`. Those of the plan before stay as long as
+        somebody has tensors of theirs."""
+        self.settle()
+        for rows in self._rows:
+            rows.file.close()
+        self._meter, self._rows, self._pool, self._buffer_bytes = meter, [], None, 0
+
+    def is_in(self, folder: Path | str) -> bool:
+        return self.folder.folder == Path(folder)
+
+    def rows(self, name: str, num_bytes: int) -> DiskRows:
+        """A file of zeros for the flat buffer `name`."""
+        rows = DiskRows(name, self.folder.create(f"states-{self._num_made}", num_bytes, self._queue))
+        self._num_made += 1
+        self._rows.append(rows)
+        self._meter.on("disk").hold("optim", rows.file.num_bytes)
+        return rows
+
+    # -- a step -----------------------------------------------------------------------------------------
+
+    def fetch(self, rows: DiskRows) -> None:
+        """Bring all of `rows` into a buffer, and begin to read those that come after it."""
+        self._is_torn = True
+        ahead, self._reading = self._reading, None
+        if ahead is not None and ahead[0] is not rows:
+            ahead[2].wait()
+            self._require_pool().give_back(ahead[1])
+            ahead = None
+        _, buffer, pending = ahead if ahead is not None else self._start(rows, self._take())
+        pending.wait()
+        rows.buffer = buffer
+        place = self._rows.index(rows) + 1
+        if place < len(self._rows) and self._has_free():
+            self._reading = self._start(self._rows[place], self._take())
+
+    def evict(self, rows: DiskRows, let_go: Callable[[], None]) -> None:
+        """Begin to write `rows` back. What is in its buffer may be read until `let_go` is called and returns."""
+        assert rows.buffer is not None
+        buffer, rows.buffer = rows.buffer, None
+        self._writing.append((buffer, rows.file.write(0, buffer[: rows.file.num_bytes]), let_go))
+
+    def settle(self) -> None:
+        """All is on the disk: a step is at its end."""
+        ahead, self._reading = self._reading, None
+        if ahead is not None:
+            ahead[2].wait()
+            self._require_pool().give_back(ahead[1])
+        while self._writing:
+            self._let_go()
+        self._is_torn = False
+
+    def require_whole(self) -> None:
+        """Raise `StateError` if a step has failed between its first update and its last."""
+        if self._is_torn:
+            raise StateError(
+                f"A step failed while it updated what is in {self.folder.folder}: some units are updated, and others "
+                f"are not. Go on from the last checkpoint with engine.resume()."
+            )
+
+    def abandon(self) -> None:
+        """Tensors are in their files again, whatever a failed step has made of them; `settle` once all are replaced."""
+        under_way = [pending for _, pending, _ in self._writing]
+        for pending in (*under_way, *([self._reading[2]] if self._reading is not None else [])):
+            with contextlib.suppress(TierError):  # the step that failed has raised it, or was to
+                pending.wait()
+        for rows in self._rows:
+            rows.buffer = None
+        self._reading, self._pool = None, None
+        self._writing.clear()
+
+    def close(self) -> None:
+        """Others may have the folder. What is mapped stays as long as somebody has it. May be called twice."""
+        self._queue.close()
+        self.folder.close()
+
+    # -- buffers ----------------------------------------------------------------------------------------
+
+    def _start(self, rows: DiskRows, buffer: Tensor) -> tuple[DiskRows, Tensor, Pending]:
+        return rows, buffer, rows.file.read(0, buffer[: rows.file.num_bytes])
+
+    def _require_pool(self) -> BufferPool:
+        if self._pool is None:
+            most = max(rows.file.num_bytes for rows in self._rows)
+            self._pool = BufferPool(min(NUM_DISK_BUFFERS, len(self._rows)), most, self._device)
+            self._meter.on("host").hold("buffers", self._pool.num_bytes - self._buffer_bytes)
+            self._buffer_bytes = self._pool.num_bytes
+        return self._pool
+
+    def _has_free(self) -> bool:
+        """Whether a buffer is free, or would be once something is written that is not the last."""
+        return self._require_pool().num_free > 0 or len(self._writing) > 1
+
+    def _take(self) -> Tensor:
+        while not self._require_pool().num_free:
+            self._let_go()
+        return self._require_pool().take()
+
+    def _let_go(self) -> None:
+        """Wait for what was first to be written, and have its buffer back."""
+        if not self._writing:
+            raise TierError(f"No buffer for {self.folder.folder} is free, and none is being written.")
+        buffer, pending, let_go = self._writing.popleft()
+        pending.wait()
+        let_go()
+        self._require_pool().give_back(buffer)

@@ -1,0 +1,167 @@
+"""States and master weights on a disk train beside the plain model, with the bytes that were promised on each tier."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from twins import MakeOptimizer, Run, Transformer, adamw, assert_same, batches, plain_run, sharded_run, train
+
+import shardwise as sw
+from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+DISK, HOST = {"tier": "disk"}, {"tier": "host"}
+NUM_STEPS, CLIP = 4, 0.5
+ZERO2 = {"preset": "zero2", "precision": "bf16"}
+ROWS: list[tuple[str, int, dict[str, Any]]] = [
+    ("infinity", 2, {}),
+    ("zero2", 2, {"optim": DISK}),
+    ("zero3", 2, {"optim": DISK, "grad": HOST, "param": HOST}),
+    ("infinity", 1, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer()
+
+
+@pytest.fixture(scope="module")
+def twin(model: Transformer) -> Run:
+    return plain_run(model, batches(NUM_STEPS, rows=12), clip=CLIP)
+
+
+def report(engine: sw.Engine) -> dict[str, Any]:
+    return {"report": engine.memory(), "said": str(engine)}
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
+@pytest.mark.parametrize(("preset", "num_ranks", "rows"), ROWS)
+def test_trains_like_the_plain_model_and_holds_what_was_promised(
+    preset: str,
+    num_ranks: int,
+    rows: dict[str, Any],
+    model: Transformer,
+    twin: Run,
+    tmp_path: Path,
+    *,
+    shares_memory: bool,
+) -> None:
+    run = sharded_run(
+        model,
+        batches(NUM_STEPS, rows=12),
+        preset,
+        num_ranks,
+        None,
+        after=report,
+        shares_memory=shares_memory,
+        clip_grad_norm=CLIP,
+        rows=rows,
+        disk=str(tmp_path),
+    )
+    assert_same(run, twin)
+    held = run.extra["report"]
+    assert held.measured["optim"] == held.promised["optim"] == 0
+    assert held.measured_on_host == held.promised_on_host
+    assert held.measured_on_disk == held.promised_on_disk
+    assert held.promised_on_disk["optim"] >= 3 * 4 * sum(map(torch.numel, model.parameters())) // num_ranks
+    assert "on the disk" in run.extra["said"]
+    assert not list(tmp_path.iterdir()), "the folder was given back"
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": adamw,
+    "adamw-single": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5, foreach=False),
+    "adam-amsgrad": lambda model: torch.optim.Adam(model.parameters(), lr=3e-3, eps=1e-5, amsgrad=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-3, eps=1e-5),
+    "lion": lambda model: sw.optim.Lion(model.parameters(), lr=1e-4),
+    "ours": lambda model: sw.optim.AdamW(model.parameters(), lr=1e-3),
+}
+
+
+@one_in(4)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_numbers_are_those_of_the_update_on_the_host(
+    name: str, precision: str, model: Transformer, tmp_path: Path
+) -> None:
+    """To the bit; in fp16 with a step that overflows, which changes nothing."""
+    scale = {"loss_scale": {"initial": 2.0**40, "hysteresis": 1, "window": 2}} if precision == "fp16" else {}
+    plan = {"precision": precision, "clip_grad_norm": CLIP, **scale}
+    data = batches(30 if precision == "fp16" else NUM_STEPS, rows=12)
+    host = sharded_run(model, data, "zero3-offload", 2, None, OPTIMIZERS[name], **plan)
+    disk = sharded_run(model, data, "infinity", 2, None, OPTIMIZERS[name], disk=str(tmp_path), **plan)
+    assert (disk.losses, disk.norms) == (host.losses, host.norms)
+    assert precision != "fp16" or (float("inf") in disk.norms and disk.norms[-1] < 100)
+    for param, values in host.params.items():
+        assert torch.equal(disk.params[param], values), param
+
+
+def everything(engine: sw.Engine) -> dict[str, Any]:
+    """Masters and states, by every way to read them."""
+    names = [name for name, _ in engine.module.named_parameters()]
+    optimizer = engine.optimizer_state_dict()
+    return {
+        **{f"param {name}": value for name, value in engine.state_dict().items()},
+        **{f"{key} {name}": engine.get(name, key) for name in names for key in ("exp_avg", "exp_avg_sq")},
+        **{f"{key} of {number}": value for number, state in optimizer["state"].items() for key, value in state.items()},
+    }
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert torch.equal(value, other[key]), key
+
+
+def go_through_it(engine: sw.Engine, folder: Path, others: tuple[Any, Any]) -> list[dict[str, Any]]:
+    """Train, and read and write all there is; what is found, in order."""
+    data = batches(6, rows=12)
+    found = []
+    train(engine, data[:2])
+    found.append(everything(engine))
+    engine.save(folder)
+    train(engine, data[2:3])
+    engine.set("head.weight", torch.full_like(engine.get("head.weight"), 0.25))
+    engine.set("head.weight", torch.full_like(engine.get("head.weight"), 0.125), "exp_avg")
+    with engine.gathered("norm.weight", write=True):
+        engine.module.norm.weight.data.fill_(1.5)
+    train(engine, data[3:4])
+    found.append(everything(engine))
+    whole, states = engine.state_dict(), engine.optimizer_state_dict()
+    engine.resume(folder)
+    found.append(everything(engine))
+    engine.load_state_dict(whole)
+    engine.load_optimizer_state_dict(states)
+    train(engine, data[4:5])
+    found.append(everything(engine))
+    for plan in others:
+        engine.reshard(plan)
+        train(engine, data[5:])
+        found.append(everything(engine))
+    return found
+
+
+def test_everything_that_reads_and_writes_states(model: Transformer, tmp_path: Path) -> None:
+    """The same as with states on the host, to the bit: access, checkpoints, state dicts, a change of plan and back."""
+    found = {}
+    for name, first in (("host", "zero3-offload"), ("disk", "infinity")):
+        folders = {"disk": str(tmp_path / "scratch")} if name == "disk" else {}
+        plan = {"preset": first, "precision": "bf16", **folders}
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World, name: str = name, plan: Any = plan, replicas: Any = replicas) -> Any:
+            replica = replicas[world.rank]
+            with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+                return go_through_it(engine, tmp_path / name, ({**plan, "clip_grad_norm": 0.1}, ZERO2, plan))
+
+        found[name] = run_ranks(2, rank)
+    for on_host, on_disk in zip(found["host"][1], found["disk"][1], strict=True):
+        assert_equal(on_disk, on_host)
+    assert not list((tmp_path / "scratch").iterdir())

@@ -1,0 +1,170 @@
+"""What cannot be kept on a disk is refused before anything changes, and a disk that fails costs what came after the
+last checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import MakeOptimizer, Transformer, adamw, batches, train
+
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError, ShardwiseError, StateError, TierError
+from shardwise.storage import DiskMemory
+from shardwise.testing import run_ranks
+from shardwise.tiers import TierFolder
+
+
+def bf16_states(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.AdamW(model.parameters(), state_dtype="bf16")
+
+
+def int8_states(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.AdamW(model.parameters(), state_dtype="int8")
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters())
+
+
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.Lamb(model.parameters())
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return sw.optim.Muon(
+        [{"params": [param for param in model.parameters() if param.dim() == 2], "use_muon": True, "lr": 0.02}]
+    )
+
+
+TP = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}
+REFUSED: dict[str, tuple[dict[str, Any], MakeOptimizer, str]] = {
+    "no folder": ({"disk": None}, adamw, "names no folder for them. Give it one on a local disk"),
+    "grad": ({"rows": {"grad": {"tier": "disk"}}}, adamw, "Row 'grad' is placed on tier 'disk', where this version"),
+    "param": ({"rows": {"param": {"tier": "disk"}}}, adamw, "Row 'param' is placed on tier 'disk'"),
+    "tp": ({"mesh": {"dp": 1, "tp": 2}, "tensor": TP}, adamw, "are for models that are not split, in this version"),
+    "bf16": ({}, bf16_states, r"tokens.weight has its states on a disk. AdamW keeps exp_avg as bfloat16"),
+    "int8": ({}, int8_states, r"tokens.weight has its states on a disk. AdamW keeps exp_avg as uint8"),
+    "lamb": ({}, lamb, "norms of whole parameters of tokens.weight, whose states the plan has on the disk"),
+    "muon": ({}, muon, "whose states the plan has on the disk"),
+    "offload": ({"offload": {"optim": 0.5}}, adamw, "the plan's rows have the states of all units on the disk"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_built_is_refused_before_anything_changes(case: str, tmp_path: Path) -> None:
+    edits, make_optimizer, words = REFUSED[case]
+    plan = {"preset": "infinity", "disk": str(tmp_path / "scratch"), **edits}
+    replicas = [Transformer() for _ in range(2)]
+
+    def rank(world: sw.World) -> str:
+        replica = replicas[world.rank]
+        optimizer = make_optimizer(replica)
+        values = {name: param.detach().clone() for name, param in replica.named_parameters()}
+        with pytest.raises(ShardwiseError, match=words) as caught:
+            sw.shard(replica, plan, optimizer=optimizer, world=world)
+        for name, param in replica.named_parameters():
+            assert torch.equal(param, values[name]), name
+        assert optimizer.param_groups[0]["params"]
+        return str(caught.value)
+
+    assert len(set(run_ranks(2, rank))) == 1
+    assert not list(tmp_path.glob("scratch/*"))
+
+
+def test_a_folder_of_another_job_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    other = TierFolder(tmp_path, rank=1)
+    told = refusals(tmp_path)
+    assert told[0] == told[1]
+    assert "Two jobs cannot share a folder" in told[0]
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_with_too_little_room_is_refused_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def check_room(self: TierFolder, num_bytes: int) -> None:
+        asked.append(num_bytes)
+        if self._prefix.endswith("1"):
+            raise TierError(f"{self.folder} has too little room.")
+
+    monkeypatch.setattr(TierFolder, "check_room", check_room)
+    told = refusals(tmp_path)
+    assert told[0] == told[1] == f"{tmp_path} has too little room."
+    numel = sum(param.numel() for param in Transformer().parameters())
+    assert all(3 * 4 * numel <= num_bytes <= 3 * 4 * numel * 1.5 for num_bytes in asked), "for both ranks together"
+
+
+def refusals(scratch: Path) -> list[str]:
+    replicas = [Transformer() for _ in range(2)]
+
+    def rank(world: sw.World) -> str:
+        replica = replicas[world.rank]
+        with pytest.raises(TierError) as caught:
+            sw.shard(replica, {"preset": "infinity", "disk": str(scratch)}, optimizer=adamw(replica), world=world)
+        assert replica(*batches(1)[0]).isfinite()
+        return str(caught.value)
+
+    return run_ranks(2, rank)
+
+
+def test_a_disk_that_fails_in_a_step_loses_nothing_that_a_checkpoint_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks' third unit cannot be read once. What is half updated is not saved; resume goes on as if nothing had
+    been."""
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(4, rows=12)
+    fails, fetch = [False, False], DiskMemory.fetch
+
+    def failing(self: DiskMemory, rows: Any) -> None:
+        rank = int(self.folder._prefix.rpartition("-")[2])
+        if fails[rank] and self._rows.index(rows) == 2:
+            raise TierError("reading failed: Input/output error.")
+        fetch(self, rows)
+
+    monkeypatch.setattr(DiskMemory, "fetch", failing)
+
+    def run(breaks: bool) -> Callable[[sw.World], list[float]]:
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> list[float]:
+            replica, name = replicas[world.rank], f"run-{breaks}"
+            plan = {"preset": "infinity", "disk": str(tmp_path / "scratch")}
+            with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+                train(engine, data[:2])
+                engine.save(tmp_path / name)
+                if breaks:
+                    fails[world.rank] = True
+                    with pytest.raises(TierError, match="reading failed"):
+                        train(engine, data[2:3])
+                    with pytest.raises(StateError, match=r"A step failed .* Go on from the last checkpoint"):
+                        engine.save(tmp_path / name)
+                    fails[world.rank] = False
+                    assert engine.resume(tmp_path / name) is not None
+                with pytest.raises(ConfigError, match="Leave out wait=False"):
+                    engine.save(tmp_path / name, wait=False)
+                return train(engine, data[2:])
+
+        return rank
+
+    assert run_ranks(2, run(breaks=True)) == run_ranks(2, run(breaks=False))
+
+
+def test_without_an_optimizer_masters_alone_are_there(tmp_path: Path) -> None:
+    def rank(world: sw.World) -> dict[str, int]:
+        with sw.shard(Transformer(), {"preset": "infinity", "disk": str(tmp_path)}, world=world) as engine:
+            report = engine.memory()
+            assert report.measured_on_disk == report.promised_on_disk
+            return report.measured_on_disk
+
+    numel = sum(param.numel() for param in Transformer().parameters())
+    assert 4 * numel <= run_ranks(1, rank)[0]["optim"] <= 4 * numel * 1.5
+    with pytest.raises(ModelError):
+        sw.shard(Transformer(), {"preset": "infinity", "disk": str(tmp_path)}, optimizer=lamb(Transformer()))
