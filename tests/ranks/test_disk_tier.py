@@ -40,6 +40,7 @@ def report(engine: sw.Engine) -> dict[str, Any]:
     return {"report": engine.memory(), "said": str(engine)}
 
 
+@one_in(3)
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
 @pytest.mark.parametrize(("preset", "num_ranks", "rows"), ROWS)
 def test_trains_like_the_plain_model_and_holds_what_was_promised(
@@ -85,7 +86,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-@one_in(4)
+@one_in(7)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_the_update_on_the_host(
