@@ -471,6 +471,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({}, {"mesh": {"ep": 4}, "compile": "eager"}, "with ep leave it out"),
     (
+        {"bias_rate": 0.1},
+        {"mesh": {"dp": 4}, "compile": "eager"},
+        "moe.router has a balance_loss, z_loss or bias_rate, for",
+    ),
+    (
         {"balance_loss": 0.1},
         {"mesh": {"pp": 2, "ep": 2}, "accumulate": 2},
         r"moe.router has a balance_loss or z_loss, which the last stage",
@@ -483,7 +488,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "plan", "said"), REFUSED, ids=["few", "compile", "stages", "tensor.sequence"])
+@pytest.mark.parametrize(
+    ("settings", "plan", "said"), REFUSED, ids=["few", "compile", "bias", "stages", "tensor.sequence"]
+)
 def test_what_cannot_be_is_refused_before_anything_changes(
     settings: dict[str, Any], plan: dict[str, Any], said: str
 ) -> None:
