@@ -31,6 +31,7 @@ Spans = dict[str, list[float]]
 def main(args: argparse.Namespace, console: Console) -> int:
     """0; 1 if an engine trains otherwise than the others."""
     sizes, num_rounds, num_steps = (("tiny",), 2, 3) if args.quick else (SIZES, args.rounds or 7, 5)
+    held_size = "tiny" if args.quick else "held"
     pairs = [(f"{TORCH} {schedule}", f"{OURS} {schedule}") for schedule in SCHEDULES]
     pairs += [(DEEPSPEED, OURS_ZERO1)] if find_spec("deepspeed") else []
     engines = [APART, *(engine for pair in pairs for engine in pair)]
@@ -52,6 +53,9 @@ def main(args: argparse.Namespace, console: Console) -> int:
         file = write_result(args.out / "pipeline.json", result)
         _show(size, rows, dict(pairs), waits, console)
         wrong += [f"{size}: {sentence}" for sentence in faults_of(rows)]
+    result["memory"] = held = [memory_of(engine, held_size) for engine in engines if engine not in (APART, DEEPSPEED)]
+    file = write_result(args.out / "pipeline.json", result)
+    _show_memory(held_size, held, console)
     console.print(f"\n{file}", markup=False)
     for sentence in wrong:
         console.print(sentence, markup=False)
@@ -66,6 +70,42 @@ def faults_of(rows: Sequence[Standing]) -> list[str]:
         for row in rows
         if row.engine != APART and abs(row.loss - expected) > TOLERANCE["fp32"] * abs(expected)
     ]
+
+
+# -- memory -----------------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """By rank: the most that a process held, and what the engine had promised; 0 for those that promise nothing."""
+
+    engine: str
+    peak_bytes: tuple[int, ...]
+    promised_bytes: tuple[int, ...]
+
+
+def memory_of(engine: str, size: str) -> Held:
+    """Of a job of its own, so that nobody else's memory is in it."""
+    options = [f"--size={size}", f"--engines={engine}", "--steps=4"]
+    ranks = run_ranks("benchmarks.pipeline_rank", options, num_ranks=NUM_RANKS, timeout_seconds=600)
+    return Held(engine, *(tuple(rank[key] for rank in ranks) for key in ("peak_bytes", "promised_bytes")))
+
+
+def _show_memory(size: str, held: Sequence[Held], console: Console) -> None:
+    lines = [
+        [
+            one.engine,
+            *(f"{peak / 2**20:.0f}" for peak in one.peak_bytes),
+            *(
+                f"{peak / most:.2f}" if most else "-"
+                for peak, most in zip(one.peak_bytes, one.promised_bytes, strict=True)
+            ),
+        ]
+        for one in held
+    ]
+    columns = ["peak MiB", *(f"rank {rank}" for rank in range(NUM_RANKS))]
+    show_figures(
+        f"{size}: memory", [*columns, *(f"rank {rank} / promised" for rank in range(NUM_RANKS))], lines, console
+    )
 
 
 # -- waiting ----------------------------------------------------------------------------------------------

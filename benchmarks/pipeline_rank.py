@@ -20,7 +20,9 @@ from benchmarks.model import Block
 from benchmarks.pipeline import APART, DEEPSPEED, OURS_ZERO1, TORCH, spans_of
 from benchmarks.pipeline_sizes import PIPELINE_SIZES, PipelineSize
 from benchmarks.turns import Trainer, take_turns
+from benchmarks.worker import warm_up
 from shardwise import Engine, World, shard
+from shardwise.monitor import PeakOverBaseline
 
 NUM_TIMELINES = 5
 
@@ -29,12 +31,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=PIPELINE_SIZES, required=True)
     parser.add_argument("--engines", required=True)
-    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--rounds", type=int, help="take turns; without it the one engine's memory is measured")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     size = PIPELINE_SIZES[args.size]
     with write_figures(args.out) as figures, World.join() as world:
+        if args.rounds is None:
+            figures.update(_memory(args.engines, size, world, args.steps))
+            return
         engines: dict[str, Engine] = {}
         trainers = {name: _trainer(name, size, world, engines) for name in args.engines.split(",")}
         figures["turns"] = take_turns(trainers, args.rounds, args.steps)
@@ -54,6 +59,20 @@ def _trainer(name: str, size: PipelineSize, world: World, engines: dict[str, Eng
     engine = engines[name] = _engine(size, "1f1b" if name == OURS_ZERO1 else schedule, world, preset)
     x, y = tokens(size)
     return Trainer(lambda: engine.forward_backward(x, y, loss_fn=cross_entropy), engine.step)
+
+
+def _memory(name: str, size: PipelineSize, world: World, num_steps: int) -> dict[str, int]:
+    """What the process holds most in some steps, beyond what it held before there was a model; and the promise."""
+    warm_up(torch.device("cpu"))
+    engines: dict[str, Engine] = {}
+    with PeakOverBaseline() as memory:
+        trainer = _trainer(name, size, world, engines)
+        for _ in range(num_steps):
+            trainer.passes()
+            trainer.update()
+    x, y = (one[: size.micro_batch] for one in tokens(size))
+    promised = {f: e.rehearse(x, loss=lambda words: cross_entropy(words, y)).total for f, e in engines.items()}
+    return {"peak_bytes": memory.peak_bytes, "promised_bytes": promised.get(name, 0)}
 
 
 # -- model and data ---------------------------------------------------------------------------------------

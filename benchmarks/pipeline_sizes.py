@@ -20,5 +20,6 @@ class PipelineSize:
 PIPELINE_SIZES = {
     "tiny": PipelineSize(num_blocks=4, dim=64, seq=32, micro_batch=1, num_micro_batches=4),
     "light": PipelineSize(num_blocks=8, dim=256, seq=64, micro_batch=2, num_micro_batches=8),
+    "held": PipelineSize(num_blocks=8, dim=256, seq=256, micro_batch=2, num_micro_batches=8),
     "heavy": PipelineSize(num_blocks=8, dim=512, seq=128, micro_batch=2, num_micro_batches=8),
 }

@@ -48,7 +48,7 @@ def run(engine: str, race: Race, num_warm: int, num_timed: int) -> dict[str, obj
     memory = _CudaPeak() if device.type == "cuda" else PeakOverBaseline()
 
     def build() -> GPT:
-        _load_what_is_lazy(device)
+        warm_up(device)
         memory.__enter__()
         return build_model(race.size, str(device))
 
@@ -109,7 +109,7 @@ def _batch(engine: str, size: Size, rank: int) -> Tensor:
     return torch.cat([batch_of(size, each) for each in ranks])
 
 
-def _load_what_is_lazy(device: torch.device) -> None:
+def warm_up(device: torch.device) -> None:
     """Some 50 MB of code that torch imports at its first optimizer step, and which is no engine's doing."""
     model = torch.nn.Linear(2, 2, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -174,7 +174,7 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     if stages is not None and others:
         raise ConfigError(
             f"The mesh {mesh} splits the model along {STAGES} and {others}, but in this version stages go with data "
-            f"axes, {EXPERTS} and {AXIS} alone. Leave out either."
+            f"axes and {AXIS} alone. Leave out either."
         )
     if stages is not None:
         refuse_losses(model)

@@ -414,6 +414,33 @@ def test_a_pipeline_is_shown_as_who_has_what_and_as_a_grid(
     told = as_json(capsys, str(plan), "--world", "4")
     assert told["schedule"].startswith("1f1b: 2 ranks, 2 stages, 2 micro-batches\n")
     assert told["bubble"] == pytest.approx(1 / 3)
-    assert "leave it out for a mesh with an axis pp" in refused(
-        str(plan), "--world", "4", "--model", f"{model_file}:Tiny", "--batch", "a:b"
+
+
+def test_activations_of_stages_are_those_of_the_rank_with_most_parameters(
+    model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPipe holds those of all micro-batches, one process alone those of one."""
+    arguments = ["zero1", "--model", f"{model_file}:tiny", "--batch", f"{model_file}:batch", "--set", "accumulate=4"]
+    alone = as_json(capsys, *arguments, "--world", "1")["bytes"]
+    stages = ["--world", "2", "--set", "mesh={pp: 2}", "--set"]
+    gpipe, one_f_one_b = (
+        as_json(capsys, *arguments, *stages, f"pipeline.schedule={name}")["bytes"] for name in ("gpipe", "1f1b")
+    )
+    assert gpipe["param"] < alone["param"]
+    assert one_f_one_b["activations"] < gpipe["activations"]
+    assert gpipe["activations"] > 1.5 * one_f_one_b["activations"]
+    assert alone["activations"] < gpipe["activations"] < 4 * alone["activations"]
+    assert "not cut along 'tp'" in refused(
+        *arguments, "--world", "4", "--set", "mesh={pp: 2, tp: 2}", "--set", "tensor.plan={h.*.mlp: column_gathered}"
+    )
+    assert "gradients that wait whole under zb-h1" in refused(
+        *arguments,
+        "--world",
+        "4",
+        "--set",
+        "mesh={pp: 2, dp: 2}",
+        "--set",
+        "preset=zero2",
+        *stages[-1:],
+        "pipeline.schedule=zb-h1",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import shardwise as sw
 from shardwise.comm import Group, Line
 from shardwise.errors import ModelError
 from shardwise.mesh import Mesh
-from shardwise.sequence import Layout, Visibility, Weighing, blocks, ring_attention, ulysses, ulysses_attention
+from shardwise.sequence import Layout, Visibility, Weighing, blocks, fused, ring_attention, ulysses, ulysses_attention
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -161,6 +162,46 @@ def test_each_rank_sends_what_the_papers_say() -> None:
 
     assert run_ranks(2, lambda world: rank(world, "ulysses")) == [(q_bytes + kv_bytes) // 2 * 2] * 2
     assert run_ranks(2, lambda world: rank(world, "ring")) == [kv_bytes + kv_bytes + 2 * kv_bytes] * 2
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_zigzag", [False, True])
+def test_fused_parts_cover_what_is_seen_once(num_ranks: int, is_zigzag: bool) -> None:
+    """Whatever keys are here, one call of a kernel does for all that is seen of them."""
+    layout = Layout(4 * num_ranks * 2, num_ranks, is_zigzag)
+    positions = [[token for run in runs for token in range(run.start, run.stop)] for runs in layout.runs]
+    for mine, theirs in itertools.product(range(num_ranks), repeat=2):
+        parts = list(fused.parts(layout.runs[mine], layout.runs[theirs], is_causal=True))
+        assert len(parts) <= 1
+        seen = {
+            (query, key)
+            for part in parts
+            for query in positions[mine][part.queries]
+            for key in positions[theirs][part.keys]
+            if not part.is_causal or query >= key
+        }
+        assert seen == {(query, key) for query in positions[mine] for key in positions[theirs] if query >= key}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fused_parts_come_to_what_tiles_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = inputs(4, 2, dtype)
+    ran: list[bool] = []
+    decide = fused.is_fused
+
+    def watched(*args: Any) -> bool:
+        ran.append(decide(*args))
+        return ran[-1]
+
+    monkeypatch.setattr(fused, "is_fused", watched)
+    by_kernel = run_ranks(2, lambda world: split(world, "zigzag", SEEN["causal"], *tensors))
+    assert ran
+    assert all(ran)
+    monkeypatch.setattr(fused, "is_fused", lambda *_: False)
+    by_tile = run_ranks(2, lambda world: split(world, "zigzag", SEEN["causal"], *tensors))
+    for one, other in zip(joined(by_kernel, "zigzag"), joined(by_tile, "zigzag"), strict=True):
+        bound = 1e-12 if dtype == torch.float64 else 2e-6
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=bound)
 
 
 def test_causal_work_is_balanced_in_zigzag_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,6 @@ def _explained(args: argparse.Namespace) -> Explanation:
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch needs a model: give --model FILE:CALLABLE too.")
-    if args.batch is not None and "pp" in mesh.model_axes:
-        raise ConfigError("--batch counts the activations of a whole model; leave it out for a mesh with an axis pp.")
     if plan.budget != Budget() and args.model is None:
         raise ConfigError("budget chooses among the units of a model: give --model FILE:CALLABLE too.")
     plan, subject = _subject(args, plan, table, mesh)

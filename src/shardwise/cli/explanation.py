@@ -65,7 +65,8 @@ class Subject:
     sizes: tuple[UnitSize, ...] = ()
     num_states: int = 2
     optimizer: str | None = None
-    activations: Activations | None = None
+    activations: tuple[Activations, ...] = ()
+    """Of the model; of a pipeline of each stage of the rank."""
     batch: str | None = None
     activation_bytes: int = 0
     """What a rank sends of activations and their gradients, in a forward and backward on the batch."""
@@ -164,7 +165,8 @@ def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subj
     replicas = tuple(
         replace(unit, flats=tuple(replace(flat, table=copies) for flat in unit.flats)) for unit in subject.units
     )
-    step, replicated = (_planned(plan, some, subject.activations) for some in (subject.units, replicas))
+    known = subject.activations[0] if len(subject.activations) == 1 else None
+    step, replicated = (_planned(plan, some, known) for some in (subject.units, replicas))
     held = _held(plan, step, subject)
     return Explanation(plan, mesh, table, known_from, subject, step, held, _held(plan, replicated, subject))
 
@@ -247,8 +249,5 @@ def _planned(plan: Plan, units: Sequence[UnitSpec], activations: Activations | N
 
 
 def _held(plan: Plan, step: StepProgram, subject: Subject) -> Footprint:
-    return step.footprint(
-        states_per_param=subject.num_states,
-        num_micro_batches=plan.accumulate,
-        activations=subject.activations,
-    )
+    passes = [(_planned(plan, step.units, one).micro_batch, one) for one in subject.activations]
+    return step.footprint(states_per_param=subject.num_states, num_micro_batches=plan.accumulate, stages=passes)

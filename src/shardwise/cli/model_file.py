@@ -23,12 +23,12 @@ from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.experts import expert_split
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hidden_matrices
-from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
+from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
-from shardwise.rehearsal import rehearse
+from shardwise.rehearsal import StageRehearsal, rehearse
 from shardwise.sharding import boxes_for, rows_for, split_of
-from shardwise.storage import LabelledTable, Ranks, UnitChoice, choose_units, make_unit, unit_spec, within_budget
+from shardwise.storage import LabelledTable, Ranks, Unit, UnitChoice, choose_units, make_unit, unit_spec, within_budget
 from shardwise.telemetry import ByteMeter, Ledger
 from shardwise.tensor import AXIS, Regions
 
@@ -82,14 +82,29 @@ def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
 
 def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
     """What of the units lies on the pipeline rank that has most parameters."""
+    return _of_params(choices, _params_at(model, layout)[_largest(model, layout)])
+
+
+def _of_params(choices: list[UnitChoice], params: set[nn.Parameter]) -> list[UnitChoice]:
+    own = [
+        replace(one, params={name: param for name, param in one.params.items() if param in params}) for one in choices
+    ]
+    return [one for one in own if one.params]
+
+
+def _params_at(model: nn.Module, layout: StageLayout) -> list[set[nn.Parameter]]:
+    """By place along the pipeline."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    held = [
+    return [
         {param for stage in layout.at(place) for name in layout.stages[stage] for param in modules[name].parameters()}
         for place in range(layout.num_ranks)
     ]
-    most = max(held, key=lambda params: sum(param.numel() for param in params))
-    own = [replace(one, params={name: param for name, param in one.params.items() if param in most}) for one in choices]
-    return [one for one in own if one.params]
+
+
+def _largest(model: nn.Module, layout: StageLayout) -> int:
+    """The place along the pipeline that has most parameters."""
+    sizes = [sum(param.numel() for param in params) for params in _params_at(model, layout)]
+    return sizes.index(max(sizes))
 
 
 class _CountsAnew:
@@ -107,9 +122,11 @@ class _CountsAnew:
         return type(self._model).forward(self._model, *args, **kwargs)
 
 
-def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh) -> tuple[Activations, int]:
+def activations_of(
+    model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh
+) -> tuple[tuple[Activations, ...], int]:
     """What `model` holds in a forward and backward on the batch that `FILE:CALLABLE` returns, and the bytes that it
-    sends there along model axes.
+    sends there along model axes; under a pipeline what each stage of the rank with most parameters holds.
 
     Runs the file and the callable, and the model's forward on tensors without values, which claim to be on a GPU if
     this machine has one.
@@ -125,19 +142,42 @@ def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh
         batch = make()
     except Exception as error:
         raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
-    rows, device = _rows(model, plan, mesh), _device()
-    first = dict.fromkeys(mesh.axes, 0)
-    on_host = device.type == "cpu"
-    choices = _choices(model, plan, mesh)
-    units = [make_unit(choice, rows, mesh, first, ByteMeter(), device, on_host=on_host) for choice in choices]
-    units = [unit for unit in units if unit.flats]
+    if has_pipeline(mesh):
+        return _of_stages(model, batch, plan, table, mesh), 0
+    device = _device()
+    units = _made(_choices(model, plan, mesh), model, plan, mesh, device)
     split, ledger = split_of(model, plan, mesh, 0), Ledger()
     if split is not None:
         line = Line(None, Group(AXIS, mesh.group(0, AXIS), 0), ledger)
         split.carry_out(line, Regions(line))
         model.__dict__["forward"] = _CountsAnew(model, ledger)
     activations = rehearse(model, units, batch, device=device, compute=table.compute)
-    return activations, sum(ledger.sent_bytes.values())
+    return (activations,), sum(ledger.sent_bytes.values())
+
+
+def _made(choices: list[UnitChoice], model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> list[Unit]:
+    """Units of `model` as the first rank has them."""
+    rows, first, on_host = _rows(model, plan, mesh), dict.fromkeys(mesh.axes, 0), device.type == "cpu"
+    units = [make_unit(choice, rows, mesh, first, ByteMeter(), device, on_host=on_host) for choice in choices]
+    return [unit for unit in units if unit.flats]
+
+
+def _of_stages(model: nn.Module, batch: object, plan: Plan, table: Table, mesh: Mesh) -> tuple[Activations, ...]:
+    """Of the rank with most parameters, stage by stage; those of other ranks tell what they hand over."""
+    if AXIS in mesh.axes and mesh.size(AXIS) > 1:
+        raise ConfigError(f"--batch counts pipeline stages that are not cut along {AXIS!r}. Leave it out.")
+    if plan.pipeline.schedule == "zb-h1" and table.grad.shard:
+        raise ConfigError("--batch does not count gradients that wait whole under zb-h1. Take 1f1b, or leave it out.")
+    layout, device = stage_layout(model, plan, mesh), _device()
+    rehearsals = []
+    for place in range(layout.num_ranks):
+        own = copy.deepcopy(model)
+        units = _made(_of_params(choose_units(own, plan), _params_at(own, layout)[place]), own, plan, mesh, device)
+        rehearsals.append(StageRehearsal(StagedModel(own, layout, place), units, batch, device, table.compute))
+    arrived = None
+    for stage in range(len(layout.stages)):
+        arrived = rehearsals[layout.place_of(stage)].go_through(stage, arrived)
+    return tuple(rehearsals[_largest(model, layout)].together())
 
 
 def _device() -> torch.device:

@@ -7,7 +7,7 @@ forward of each stage in turn.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ Exchange = Callable[[bytes], list[bytes]]
 """Gives every rank of the pipeline everybody's message, by place."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageRehearsal:
     """What is known of a rank's stages, and of the micro-batch that goes through them."""
 
@@ -43,69 +43,73 @@ class StageRehearsal:
     device: torch.device
     compute: Dtype
     loss: Loss | None = None
+    _counted: dict[int, Activations] = field(default_factory=dict)
+    _found: dict[int, _Held] = field(default_factory=dict)
 
     def activations(self, exchange: Exchange) -> list[Activations]:
-        """Those of a micro-batch's pass through each stage of this rank, while as many others wait for their backward
-        as the schedule has at most.
+        """As `together`, of all stages of this rank.
 
         All ranks of the pipeline call; if the stage of one cannot be rehearsed, all raise `ModelError`.
         """
         num_stages = len(self.staged.layout.stages)
         arrived: Layout | None = None
-        counted: dict[int, Activations] = {}
-        found: dict[int, _Held] = {}
         for stage in range(num_stages):
+            handed_over: Layout | None = None
             error: ModelError | None = None
             if stage in self.staged.stages:
-                found[stage] = _Held()
                 try:
-                    counted[stage] = self._rehearsed(stage, arrived, found[stage])
+                    handed_over = self.go_through(stage, arrived)
                 except ModelError as raised:
                     error = raised
             if stage + 1 < num_stages:
-                arrived = self._told(exchange, stage, found.get(stage), error)
+                arrived = self._told(exchange, stage, handed_over, error)
             elif error is not None:
                 raise error
-        return self._together(counted, found)
+        return self.together()
 
-    def _told(self, exchange: Exchange, stage: int, held: _Held | None, error: ModelError | None) -> Layout:
-        """What `stage` hands over, from the rank that has it."""
-        said: dict[str, Any] = {}
-        if error is not None:
-            said = {"error": str(error)}
-        elif held is not None and held.handed_over is not None:
-            said = {"numbers": held.handed_over.numbers().tolist()}
-        answer = json.loads(exchange(json.dumps(said).encode())[self.staged.layout.place_of(stage)])
-        if error is not None:
-            raise error
-        if "error" in answer:
-            raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {answer['error']}")
-        return Layout.of_numbers(torch.tensor(answer["numbers"]))
+    def go_through(self, stage: int, arrived: Layout | None) -> Layout | None:
+        """Rehearse one of the stages; what it gives to the next one, if it is not the last. `arrived` is what the one
+        before it gives."""
 
-    def _together(self, counted: Mapping[int, Activations], found: Mapping[int, _Held]) -> list[Activations]:
-        """Each stage beside what is in flight at most."""
-        beside = held_beside(
-            self.staged.layout.schedule,
-            self.staged.place,
-            {stage: held.after_forward for stage, held in found.items()},
-            {stage: held.aside for stage, held in found.items()},
-        )
-        together, sent = [], sum(held.messages for held in found.values())
-        for stage, activations in counted.items():
-            backwards = max(beside.get(("B", stage), 0), beside.get(("I", stage), 0), beside.get(("W", stage), 0))
-            together.append(activations.beside(beside["F", stage] + sent, backwards + sent))
-        return together
-
-    def _rehearsed(self, stage: int, arrived: Layout | None, held: _Held) -> Activations:
         def prepare(twin: Twin) -> Work:
             staged: StagedModel = twin.copied(self.staged)
             staged.attach()
             held.watch(staged, stage)
             return partial(_through_stage, staged, stage, arrived, self, held)
 
-        return rehearse_work(
+        held = self._found[stage] = _Held()
+        self._counted[stage] = rehearse_work(
             prepare, self.staged.model, self.units, self.batch, device=self.device, compute=self.compute
         )
+        return held.handed_over
+
+    def together(self) -> list[Activations]:
+        """Those of a micro-batch's pass through each stage, while as many others wait as the schedule has at most."""
+        beside = held_beside(
+            self.staged.layout.schedule,
+            self.staged.place,
+            {stage: held.after_forward for stage, held in self._found.items()},
+            {stage: held.aside for stage, held in self._found.items()},
+        )
+        together, sent = [], sum(held.messages for held in self._found.values())
+        for stage, activations in self._counted.items():
+            backwards = max(beside.get(("B", stage), 0), beside.get(("I", stage), 0), beside.get(("W", stage), 0))
+            together.append(activations.beside(beside["F", stage] + sent, backwards + sent))
+        return together
+
+    def _told(self, exchange: Exchange, stage: int, handed_over: Layout | None, error: ModelError | None) -> Layout:
+        """What `stage` hands over, from the rank that has it."""
+        said: dict[str, Any] = {}
+        if error is not None:
+            said = {"error": str(error)}
+        elif handed_over is not None:
+            said = {"numbers": handed_over.numbers().tolist()}
+        answer = json.loads(exchange(json.dumps(said).encode())[self.staged.layout.place_of(stage)])
+        if error is not None:
+            raise error
+        if "error" in answer:
+            raise ModelError(f"Stage {stage} of the pipeline cannot be rehearsed: {answer['error']}")
+        return Layout.of_numbers(torch.tensor(answer["numbers"]))
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """Ring attention: keys and values go round the ranks of a line (Liu, Zaharia and Abbeel, arXiv:2310.01889).
 
 Each rank computes its queries against the keys that it has while the next ones come, and adds the results up (see
-[Note: tiles] in `blocks.py`). On the way back keys and values go round once more, and with them, a step behind, their
-gradients, in fp32, until each has come home. A rank has the keys of one other rank at a time.
+[Note: tiles] in `blocks.py`, and [Note: parts] in `fused.py`). On the way back keys and values go round once more, and
+with them, a step behind, their gradients, in fp32, until each has come home. A rank has the keys of one other rank at a
+time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Line, Passing
-from shardwise.sequence.blocks import Gradients, Queries, Weighing, wide
+from shardwise.sequence.blocks import Weighing, wide
+from shardwise.sequence.fused import attending, gradients
 from shardwise.sequence.layout import Layout, Run
 from shardwise.sequence.visibility import Visibility
 
@@ -52,7 +54,7 @@ class _RingAttention(torch.autograd.Function):
         weighing: Weighing,
     ) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
-            queries = Queries(query, key.shape[1], weighing, value.shape[-1])
+            queries = attending(query, key, value, weighing, visibility)
             ring = _Ring(layout, line)
             travelling = _packed(key, value)
             for step in range(ring.num_ranks):
@@ -69,11 +71,11 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, log_sum = ctx.saved_tensors
+        saved = ctx.saved_tensors  # asked for once: who recomputes hands each out once
+        query, key, value, *_ = saved
         layout, line, visibility, weighing = ctx.rest
         with torch.autocast(query.device.type, enabled=False):
-            queries = Queries(query, key.shape[1], weighing, value.shape[-1])
-            gradients = Gradients(queries, out, log_sum, grad_out)
+            made = gradients(saved, weighing, visibility, grad_out)
             ring = _Ring(layout, line)
             travelling = _packed(key, value)
             grads = torch.zeros_like(travelling, dtype=wide(query.dtype))
@@ -82,12 +84,12 @@ class _RingAttention(torch.autograd.Function):
                 keys, values = _unpacked(travelling, key.shape, value.shape)
                 grad_key, grad_value = _unpacked(grads, key.shape, value.shape)
                 runs = ring.own_runs, ring.runs_at(step)
-                gradients.add(keys, values, (grad_key, grad_value), runs, visibility)
+                made.add(keys, values, (grad_key, grad_value), runs, visibility)
                 travelling = coming.wait() if coming is not None else travelling
                 if ring.num_ranks > 1:
                     grads = ring.pass_on(grads).wait()  # they belong to the keys that have just come
             grad_key, grad_value = _unpacked(grads, key.shape, value.shape)
-        grad_query = gradients.query.flatten(1, 2).to(query.dtype)
+        grad_query = made.query.view(query.shape).to(query.dtype)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None, None
 
 
