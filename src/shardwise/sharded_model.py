@@ -6,7 +6,7 @@ a loop that knows nothing of engines. Another plan makes another `ShardedModel` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from shardwise.mesh import SEQUENCE_AXIS
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers, hyper_digest
 from shardwise.pipeline import Pipeline, SharedGradients
 from shardwise.precision import LossScaler, NoNews, Norm, Verdict, cast_floating
-from shardwise.program import Action
 from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner, Settings
 from shardwise.sequence import SequenceParallel
 from shardwise.sharding import Sharding
@@ -91,8 +90,6 @@ class ShardedModel:
         self.shares_params = False
         """Whether this rank has parameters that other stages of its pipeline have too."""
         self._num_micro_batches = 0
-        self._stepping: torch.optim.Optimizer | None = None
-        """The optimizer that was asked for a step last."""
         self._hooks = ExitStack()
         self._parts: Parts | None = self._tied(sharding, optimizers)
         self.sequence = self._split_sequences(sharding.device)
@@ -130,7 +127,8 @@ class ShardedModel:
         executor.provide("verdict", lambda action: verdict.sum_over(action.over))
         executor.provide("buffers", lambda _: buffers.share())
         executor.provide("norms", peers.add_norms)
-        executor.provide("master", partial(self._update_unit, {flat.name: flat for flat in flats}))
+        by_name = {flat.name: flat for flat in flats}
+        executor.provide("master", lambda action: self.require_optimizer().update_flat(by_name[action.flat]))
         executor.provide("matrix", peers.exchange_matrices)
         executor.provide("update", peers.exchange_matrices)
         optimizer = self._adopt(optimizers, flats, peers) if optimizers else None
@@ -337,14 +335,9 @@ class ShardedModel:
             self.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self.before_change()
         self.world.journal.check()  # see [Note: garbage after a fault]
-        self._stepping = member
+        optimizer.begin(member)
         self.runner.step.update_units()
         optimizer.offer_gradients(member)
-
-    def _update_unit(self, flats: Mapping[str, Flat], action: Action) -> None:
-        """`update` of one flat buffer, as part of the step that was asked for last."""
-        assert self._stepping is not None
-        self.require_optimizer().update_flat(self._stepping, flats[action.flat])
 
     def _during_step(self) -> None:
         """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
