@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import checkpoint, collectives, compiled, growth, overhead, pipeline, tensor, tiers
+from benchmarks import checkpoint, collectives, compiled, experts, growth, overhead, pipeline, tensor, tiers
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
 from benchmarks.names import ENGINE_NAMES
@@ -20,7 +20,18 @@ from benchmarks.show import show_loss_verdict, show_race
 from benchmarks.sizes import DTYPES, SIZES
 from shardwise.errors import ShardwiseError
 
-PROGRAMS = ("peers", "collectives", "checkpoint", "overhead", "growth", "compile", "tensor", "pipeline", "tiers")
+PROGRAMS = (
+    "peers",
+    "collectives",
+    "checkpoint",
+    "overhead",
+    "growth",
+    "compile",
+    "tensor",
+    "pipeline",
+    "experts",
+    "tiers",
+)
 RESULTS = ROOT / "runs" / "bench"
 
 
@@ -75,6 +86,7 @@ _PROGRAMS = {
     "overhead": overhead.main,
     "growth": growth.main,
     "compile": compiled.main,
+    "experts": experts.main,
     "tensor": tensor.main,
     "pipeline": pipeline.main,
     "tiers": tiers.main,

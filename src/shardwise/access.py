@@ -237,9 +237,11 @@ class Access:
     def _take_over(self, flat: Flat) -> None:
         self._agreement.broadcast(flat, flat.full)
         if flat.master is None:
+            flat.land()
             flat.param.copy_(_cut(flat.full, flat.param_span))
             return
-        edited = _cut(flat.full, flat.optim_span)
+        flat.land()
+        edited = _cut(flat.full, flat.optim_span).to(flat.master.device)
         same = flat.master.to(edited.dtype) == edited
         flat.master.copy_(torch.where(same, flat.master, edited.to(flat.master.dtype)))
 

@@ -22,7 +22,18 @@ from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_siz
 from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.sequence import check_model as check_sequence
-from shardwise.storage import HostMemory, LabelledTable, Unit, UnitChoice, choose_units, make_unit, share, tables_for
+from shardwise.storage import (
+    HostMemory,
+    LabelledTable,
+    Ranks,
+    Unit,
+    UnitChoice,
+    choose_units,
+    make_unit,
+    share,
+    tables_for,
+    within_budget,
+)
 from shardwise.telemetry import ByteMeter
 from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, Verifier, draws, split_for
 
@@ -163,7 +174,7 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     if stages is not None and others:
         raise ConfigError(
             f"The mesh {mesh} splits the model along {STAGES} and {others}, but in this version stages go with data "
-            f"axes, {EXPERTS} and {AXIS} alone. Leave out either."
+            f"axes and {AXIS} alone. Leave out either."
         )
     if stages is not None:
         refuse_losses(model)
@@ -196,6 +207,7 @@ def lay(
     check_device(model, world)
     updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
+    plan = within_budget(model, plan, mesh, ranks_of(world), updates)
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
@@ -270,6 +282,11 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
                 f"The optimizer works on whole matrices, and {name} is cut along {axis}: this rank has {box} of it. "
                 f"Put what is cut into a group that is updated element by element (Muon: use_muon=False)."
             )
+
+
+def ranks_of(world: World) -> Ranks:
+    """What a budget has to know of them."""
+    return Ranks(on_cpu=world.device.type == "cpu", num_local=min(world.size, world.local_size or world.size))
 
 
 def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:

@@ -32,7 +32,8 @@ from shardwise.mesh import Mesh
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
 from shardwise.sharded_model import ShardedModel, scaler_for
-from shardwise.sharding import agree_on_generators, check_batch_norms, design, require_units, settings_of
+from shardwise.sharding import agree_on_generators, check_batch_norms, design, ranks_of, require_units, settings_of
+from shardwise.storage import within_budget
 
 
 class State:
@@ -164,6 +165,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     model, world, progress = sharded.model, sharded.world, sharded.progress
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
+    mesh = mesh_for(plan, world.size, world.local_size)
+    plan = within_budget(model, plan, mesh, ranks_of(world), sharded.sharding.updates)
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
     require_units(model, designed, sharded.sharding.updates)

@@ -17,7 +17,7 @@ import shardwise as sw
 pytestmark = [pytest.mark.device, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "zero3-kept"])
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "zero3-kept", "offload", "zero3-offload"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_one_gpu_trains_like_the_cpu(preset: str, precision: str) -> None:
     torch.manual_seed(0)

@@ -31,6 +31,47 @@ while True:
 """
 
 
+STEPS_IN_LITTLE_MEMORY = """
+import os, sys, torch
+from shardwise.optim.disk_states import DiskStates
+from shardwise.tiers import BufferPool, IoQueue, TierFolder
+
+def held(what):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+numel = 2**23
+optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.empty(0))], lr=0.01)
+group = optimizer.param_groups[0]
+place = TierFolder(sys.argv[1])
+empty = torch.empty(numel, device="meta")
+states = DiskStates(place, "h.0", empty, optimizer, group, IoQueue(depth=2), slice_numel=2**17)
+for start in range(0, numel, 2**20):
+    states.put("param", torch.full((2**20,), float(start)), start)
+grad = torch.ones(numel, dtype=torch.bfloat16)
+pool = BufferPool(3, states.buffer_bytes)
+states.step(grad, group, pool)
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+before = held("VmRSS")
+states.step(grad, group, pool)
+print(states.num_bytes, held("VmHWM") - before)
+print(float(states.get("param", numel - 1)), float(states.get("exp_avg", 5, 6)))
+"""
+
+
+def test_states_on_a_disk_take_no_more_memory_than_their_buffers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STEPS_IN_LITTLE_MEMORY)
+    command = [warm.python(), str(script), str(tmp_path / "home")]
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    on_disk, more, last_param, exp_avg = (float(word) for word in done.stdout.split())
+    assert on_disk == 3 * 4 * 2**23
+    assert more < on_disk / 8, "a few slices of 1.5 MiB, of 96 MiB"
+    assert last_param != 2**23 - 2**20
+    assert exp_avg == pytest.approx(0.19)
+
+
 def test_a_folder_of_a_killed_process_is_recognised_and_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     home, script = tmp_path / "home", tmp_path / "script.py"
     script.write_text(WRITES_WITHOUT_END)

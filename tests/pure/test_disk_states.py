@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from torch import nn
 
 from shardwise.errors import ModelError, StateError, TierError
 from shardwise.optim import AdamW, Lamb, Lion
-from shardwise.optim.disk_states import DiskStates, SlicedFile
+from shardwise.optim.disk_states import DiskStates
 from shardwise.optim.host_adam import HostAdam
-from shardwise.tiers import PAGE, BufferPool, IoQueue, SystemCalls, TierFolder
+from shardwise.telemetry import Timeline, hidden_share, write_trace
+from shardwise.tiers import PAGE, BufferPool, IoQueue, SlicedFile, SystemCalls, TierFolder
 
 Tensor = torch.Tensor
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -134,6 +137,70 @@ def test_what_cannot_lie_on_a_disk_is_refused(tmp_path: Path, queue: IoQueue) ->
             DiskStates(folder, "h.0", param.detach(), optimizer, optimizer.param_groups[0], queue)
     folder.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_timeline_shows_transfers_beside_updates(tmp_path: Path) -> None:
+    """On a disk that ends the read of slice 2 and the write of slice 0 only while slice 1 is updated."""
+    in_update, done = threading.Event(), threading.Semaphore(0)
+
+    class Held(SystemCalls):
+        slice_of: Callable[[int], int]
+
+        def hold(self, verb: str, offset: int) -> None:
+            if (verb, self.slice_of(offset)) in (("read", 2), ("write", 0)):
+                assert in_update.wait(30)
+                done.release()
+
+        def read(self, handle: int, into: memoryview, offset: int) -> int:
+            self.hold("read", offset)
+            return super().read(handle, into, offset)
+
+        def write(self, handle: int, data: memoryview, offset: int) -> int:
+            self.hold("write", offset)
+            return super().write(handle, data, offset)
+
+    disk, queue = Held(), IoQueue(depth=4, block_bytes=2**20)
+    folder = TierFolder(tmp_path / "tier", calls=disk)
+    file = SlicedFile(folder, "h.0", {"param": torch.float32}, NUMEL, queue, slice_numel=SLICE)
+    disk.slice_of = lambda offset: offset // file.stride_bytes
+    timeline = Timeline()
+    timeline.start()
+
+    def work(index: int, views: dict[str, Tensor]) -> None:
+        if index == 1:
+            in_update.set()
+            assert all(done.acquire(timeout=30) for _ in range(2))
+
+    file.update(BufferPool(3, file.stride_bytes), work, timeline)
+    events = timeline.stop()
+    (updating,) = [event for event in events if event["name"] == "update h.0 slice 1"]
+    for name in ("read h.0 slice 2", "write h.0 slice 0"):
+        begun, ended = [event["ts"] for event in events if event["name"] == name]
+        assert begun < updating["ts"] < ended, "it was under way when the update began"
+    assert {event["name"] for event in events} == {
+        f"{verb} h.0 slice {index}" for verb in ("read", "update", "write") for index in range(file.num_slices)
+    }
+    write_trace(tmp_path / "trace.json", [events])
+    assert 0 < hidden_share(events) <= 1
+    folder.close()
+    queue.close()
+
+
+def test_the_hidden_share_counts_what_overlaps_once() -> None:
+    def events(*spans: tuple[str, str, float, float]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for cat, name, start, stop in spans:
+            if cat == "host":
+                found.append({"cat": cat, "ph": "X", "name": name, "ts": start, "dur": stop - start})
+            else:
+                found += [{"cat": cat, "ph": ph, "name": name, "ts": ts} for ph, ts in (("b", start), ("e", stop))]
+        return found
+
+    travel = ("on the way", "a", 0.0, 4.0), ("on the way", "b", 2.0, 6.0)
+    assert hidden_share(events(*travel)) == 0
+    assert hidden_share(events(*travel, ("host", "u", 3.0, 9.0))) == 0.5
+    assert hidden_share(events(*travel, ("host", "u", 0.0, 3.0), ("host", "v", 2.0, 10.0))) == 1
+    assert hidden_share(events(("host", "u", 0.0, 3.0))) == 1
 
 
 def test_a_disk_that_fails_in_a_step_gives_all_buffers_back(tmp_path: Path, queue: IoQueue) -> None:

@@ -153,8 +153,9 @@ def test_parts_interruptions_and_refusals_of_direct_io_are_borne(
     file.read(0, other.zero_()).wait()
     assert torch.equal(one, other)
     assert not file.is_direct
+    folder.create("more", PAGE, queue)
     said = [record.message for record in caplog.records if "page cache" in record.message]
-    assert len(said) == 2, "once for each file"
+    assert len(said) == 2, "once for each folder"
     folder.close()
 
 

@@ -74,6 +74,13 @@ def test_a_layer_computes_what_its_experts_do(settings: dict[str, Any], inner: i
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_of_gradients() -> None:
+    torch.manual_seed(0)
+    layer = MoE(6, 4, 3, 2, activation="gelu").double()
+    hidden = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(layer, (hidden,))
+
+
 def test_no_tokens_make_nothing_and_have_gradients_of_zero() -> None:
     layer = MoE(HIDDEN, 12, EXPERTS, capacity_factor=1.0, balance_loss=0.1, z_loss=0.1)
     made = layer(torch.randn(0, HIDDEN))

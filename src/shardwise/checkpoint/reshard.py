@@ -84,7 +84,7 @@ class TrainingState:
         for dtype in dict.fromkeys(thing.dtype for thing in things):
             same = [thing for thing in things if thing.dtype == dtype]
             self._keep_own(same, homes, filled)
-            self._exchange(same, dtype, homes, filled, collectives)
+            self._exchange(same, dtype, homes, filled, (collectives, flat.device))
         for name in homes:
             for kind in (PARAM, *self._kinds.pop(name, ())):
                 self._tensors.pop((name, kind), None)
@@ -147,14 +147,17 @@ class TrainingState:
         dtype: torch.dtype,
         homes: Mapping[str, _Home],
         filled: Mapping[tuple[str, str], Tensor],
-        collectives: Collectives,
+        by: tuple[Collectives, torch.device],
     ) -> None:
-        """One message to each rank that lacks what this one is to give, with all of it."""
-        world, device = self._world, next(iter(filled.values())).device
+        """One message to each rank that lacks what this one is to give, with all of it. `by` collectives of a device,
+        wherever on this rank it comes from and goes to."""
+        world, (collectives, device) = self._world, by
         sent, arrived, targets = [], [], []
         for other in range(world.size):
             goes = [
-                _cut(self._tensors[thing.name, thing.kind], span.within(self._homes[thing.name].kept(world.rank)))
+                _cut(self._tensors[thing.name, thing.kind], span.within(self._homes[thing.name].kept(world.rank))).to(
+                    device
+                )
                 for thing, span in self._passing(things, homes, world.rank, other)
             ]
             comes = list(self._passing(things, homes, other, world.rank))

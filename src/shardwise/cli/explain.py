@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shardwise.cli.explanation import Explanation, Subject, as_json, explain, stand_in
 from shardwise.cli.print_explanation import print_explained, print_presets
-from shardwise.config import Plan, load_plan
+from shardwise.config import Budget, Plan, load_plan
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.placement import PRESETS, Table, mesh_for, preset, table_for
@@ -86,21 +86,25 @@ def _explained(args: argparse.Namespace) -> Explanation:
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch needs a model: give --model FILE:CALLABLE too.")
-    return explain(plan, mesh, table, known_from, _subject(args, plan, table, mesh))
+    if plan.budget != Budget() and args.model is None:
+        raise ConfigError("budget chooses among the units of a model: give --model FILE:CALLABLE too.")
+    plan, subject = _subject(args, plan, table, mesh)
+    return explain(plan, mesh, table, known_from, subject)
 
 
-def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> Subject:
-    """The model that was named, or what stands for one where there is none."""
+def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> tuple[Plan, Subject]:
+    """The model that was named, or what stands for one where there is none; and the plan as it is for that."""
     if args.model is None:
-        return Subject(stand_in(table, mesh, plan, args.optimizer), (), args.optimizer_states, args.optimizer)
+        return plan, Subject(stand_in(table, mesh, plan, args.optimizer), (), args.optimizer_states, args.optimizer)
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
+    plan = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states)
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)
     experts, row_numel = model_file.experts_of(model, plan, mesh)
     subject = Subject(specs, sizes, args.optimizer_states, args.optimizer, stages=stages)
     subject = replace(subject, experts=experts, row_numel=row_numel)
     if args.batch is None:
-        return subject
+        return plan, subject
     activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh)
-    return replace(subject, activations=activations, batch=args.batch, activation_bytes=sent_bytes)
+    return plan, replace(subject, activations=activations, batch=args.batch, activation_bytes=sent_bytes)

@@ -28,7 +28,7 @@ from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import StageRehearsal, rehearse
 from shardwise.sharding import boxes_for, rows_for, split_of
-from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_spec
+from shardwise.storage import LabelledTable, Ranks, Unit, UnitChoice, choose_units, make_unit, unit_spec, within_budget
 from shardwise.telemetry import ByteMeter, Ledger
 from shardwise.tensor import AXIS, Regions
 
@@ -45,6 +45,13 @@ def units_of(
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
     return tuple(spec for _, spec in kept), tuple(_size(choice, spec) for choice, spec in kept)
+
+
+def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Plan:
+    """`plan` with the offload that its budget comes to, all ranks on one host."""
+    updates = _updates(model, optimizer) if optimizer else None
+    ranks = Ranks(on_cpu=_device().type == "cpu", num_local=mesh.world_size)
+    return within_budget(model, plan, mesh, ranks, updates, num_states)
 
 
 def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:

@@ -3,7 +3,9 @@
 from shardwise.config.describe import plan_table, schema_table
 from shardwise.config.load import PlanSource, load_plan
 from shardwise.config.schema import (
+    Budget,
     LossScale,
+    Offload,
     PlaceEdit,
     Plan,
     Rows,
@@ -15,7 +17,9 @@ from shardwise.config.schema import (
 )
 
 __all__ = [
+    "Budget",
     "LossScale",
+    "Offload",
     "PlaceEdit",
     "Plan",
     "PlanSource",

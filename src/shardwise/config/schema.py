@@ -148,6 +148,13 @@ class Offload(Strict):
     )
 
 
+class Budget(Strict):
+    """What memory there is; as little goes to the host as fits."""
+
+    device: Bytes | None = Field(default=None, description="bytes on the device of each rank, activations aside")
+    host: Bytes | None = Field(default=None, description="bytes of a host's memory, for all of its ranks together")
+
+
 class LossScale(Strict):
     """What the loss is multiplied by in fp16, so that small gradients do not become zero.
 
@@ -207,6 +214,7 @@ class Plan(Strict):
         default=0, ge=0, description="elements: smaller parameters stay whole on every rank between steps"
     )
     offload: Offload = Field(default=Offload(), description="which share of the model is kept on the host")
+    budget: Budget = Field(default=Budget(), description="what memory there is: sets offload to the least that fits")
     wire: Wire = Field(default=Wire(), description="what travels")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
     tensor: TensorParallel = Field(
@@ -251,6 +259,13 @@ class Plan(Strict):
         if wrong is not None:
             raise ConfigError(f"origin({path!r}): {wrong}")
         return "default"
+
+    def with_offload(self, offload: Offload) -> Plan:
+        """The same plan with what its budget comes to in the place of that."""
+        plan = self.model_copy(update={"offload": offload, "budget": Budget()})
+        kept = {path: origin for path, origin in self._origins.items() if not path.startswith("budget")}
+        plan._origins = {**kept, "offload.optim": "budget", "offload.param": "budget"}
+        return plan
 
     def model_post_init(self, _context: object) -> None:
         """What is passed in Python is an `argument`; `load_plan` knows better for files and overrides."""

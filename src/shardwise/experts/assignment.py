@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -23,9 +25,19 @@ class Assignment:
     num_tokens: int
     top_k: int
 
+    @cached_property
+    def is_all(self) -> bool:
+        """Whether no choice was dropped."""
+        return self.order.shape[0] == self.num_tokens * self.top_k
+
+    @cached_property
+    def back(self) -> Tensor:
+        """Where each choice is in `order`, if it has all of them."""
+        return _inverse(self.order)
+
     def rows(self, hidden: Tensor) -> Tensor:
         """Of `hidden` `[num_tokens, width]` a row for each choice, in the order of the experts."""
-        return hidden[self.order // self.top_k]
+        return _chosen(hidden, self) if self.is_all else hidden[self.order // self.top_k]
 
     def combine(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """For each token the sum of its choices' `rows`, times their `weights` `[num_tokens, top_k]`, if given.
@@ -34,15 +46,51 @@ class Assignment:
         dropped adds nothing.
         """
         width = rows.shape[1]
-        is_all = self.order.shape[0] == self.num_tokens * self.top_k
-        if is_all:
-            by_choice = rows[_inverse(self.order)]
+        if self.is_all:
+            by_choice = permuted(rows, self.back, self.order)
         else:
             by_choice = rows.new_zeros(self.num_tokens * self.top_k, width).index_copy(0, self.order, rows)
         by_choice = by_choice.view(self.num_tokens, self.top_k, width)
         if weights is not None:
             by_choice = by_choice * weights.unsqueeze(-1)
         return (by_choice[:, 0] if self.top_k == 1 else by_choice.sum(1)).to(rows.dtype)
+
+
+def permuted(rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    """`rows[there]`, where `there` and `back` are permutations that undo each other. Torch's own backward would add
+    row by row, as if some came twice."""
+    made: Tensor = _Permuted.apply(rows, there, back)  # type: ignore[no-untyped-call]  # torch's own
+    return made
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.permutations = back, there
+        return rows[there]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return permuted(grad, *ctx.permutations), None, None
+
+
+def _chosen(hidden: Tensor, assignment: Assignment) -> Tensor:
+    """Each token's hidden state as often as it has choices. Backward: their sum, in the order of the choices."""
+    made: Tensor = _Chosen.apply(hidden, assignment)  # type: ignore[no-untyped-call]  # torch's own
+    return made
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, assignment: Assignment) -> Tensor:
+        ctx.assignment = assignment
+        return hidden[assignment.order // assignment.top_k]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        one: Assignment = ctx.assignment
+        by_choice = permuted(grad, one.back, one.order).view(one.num_tokens, one.top_k, grad.shape[1])
+        return by_choice.sum(1), None
 
 
 def assign(index: Tensor, num_experts: int, *, drops: bool) -> Assignment:

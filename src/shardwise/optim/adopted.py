@@ -297,7 +297,8 @@ class AdoptedOptimizer:
         piece = self.piece_of(flat, index)
         assert piece is not None
         state = self.state_of(piece)
-        self.put_state(piece, {**state, key: value.reshape(-1).to(state[key].dtype, copy=True)})
+        kept = value.reshape(-1).to(state[key].device, state[key].dtype, copy=True)
+        self.put_state(piece, {**state, key: kept})
 
     def state_bytes(self, tier: Tier = "device") -> int:
         """Bytes of the optimizer's own states on one tier of this rank."""
@@ -353,14 +354,20 @@ def _dense(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
 
 
 def _cut(key: str, value: Any, piece: Piece) -> Any:
-    """This rank's elements of a state that has the whole parameter's shape, copied; anything else as it is."""
-    if not isinstance(value, Tensor) or (value.dim() == 0 and key in SCALAR_STATES):
+    """This rank's elements of a state that has the whole parameter's shape, copied; anything else as it is, but where a
+    piece is on the host: what belongs to it is there too."""
+    if not isinstance(value, Tensor):
+        return value
+    device = piece.tensor.device
+    if piece.flat.spec.updates_below:
+        value = value.to(device)
+    if value.dim() == 0 and key in SCALAR_STATES:
         return value
     if piece.box is not None and piece.box.is_cut and tuple(value.shape) == piece.box.shape:
         part = part_of(value, piece.box).reshape(-1)
-        return part[piece.span.start : piece.span.stop].to(piece.tensor.device, copy=True)
+        return part[piece.span.start : piece.span.stop].to(device, copy=True)
     if tuple(value.shape) == piece.shape != tuple(piece.tensor.shape):
-        return value.reshape(-1)[piece.span.start : piece.span.stop].to(piece.tensor.device, copy=True)
+        return value.reshape(-1)[piece.span.start : piece.span.stop].to(device, copy=True)
     return value
 
 

@@ -22,6 +22,8 @@ def takes(member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> bool:
     which kernel it is worked out."""
     if type(member) not in TORCHS_ADAMS:
         return False
+    if any(getattr(member, name, None) is not None for name in ("grad_scale", "found_inf")):  # of torch's GradScaler
+        return False
     if any(piece.tensor.dtype not in (torch.float32, torch.float64) for piece in pieces):
         return False
     return all(

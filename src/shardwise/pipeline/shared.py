@@ -46,7 +46,10 @@ class SharedGradients:
                 flat.grads.make_due()
             due = flat.grads.due
             assert due is not None
-            parts = [due.clone() if place == self._place else torch.empty_like(due) for place in places]
+            parts = [
+                due.to(flat.device, copy=True) if place == self._place else torch.empty_like(due, device=flat.device)
+                for place in places
+            ]
             others = [place for place in places if place != self._place]
             own = parts[places.index(self._place)]
             works = [
@@ -62,9 +65,9 @@ class SharedGradients:
                 work.wait()
             due = flat.grads.due
             assert due is not None
-            due.copy_(parts[0])
             for part in parts[1:]:
-                due.add_(part)
+                parts[0].add_(part)
+            due.copy_(parts[0])
 
     def _link(self, source: int, target: int, flat: Flat) -> Group:
         return link_between(AXIS, self._line[source], self._line[target], self._rank, f"{flat.name} {source}>{target}")

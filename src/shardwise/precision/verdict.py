@@ -93,6 +93,7 @@ class Verdict:
         self._stages = frozenset(stages)
         self._must_know_norm = must_know_norm
         self._complete = complete
+        self._device = flats[0].device if flats else torch.device("cpu")
         self._dtype = torch_dtype(verdict_dtype([flat.spec for flat in self._flats]))
         self._vector: Tensor | None = None
         self._reads = False
@@ -109,9 +110,11 @@ class Verdict:
         """Add up what the ranks along `axis` say. All of them call, once per axis and step."""
         if self._vector is None:
             self._vector = self._own()
-        told = self._vector[:2] if axis in self._stages else self._vector
-        summed = sum_small(told, self._collectives, self._groups[axis], "verdict")
-        self._vector = torch.cat([summed, self._vector[summed.numel() :]]) if axis in self._stages else summed
+        vector, group = self._vector, self._groups[axis]
+        if axis in self._stages:  # each lists parameters of its own, in dtypes of its own
+            vector[:2] = sum_small(vector[:2].double(), self._collectives, group, "verdict")
+        else:
+            self._vector = sum_small(vector, self._collectives, group, "verdict")
 
     def decide(self) -> Norm:
         """Settle which parameters were touched anywhere and return the global 2-norm of the gradients."""
@@ -142,7 +145,7 @@ class Verdict:
         if self._complete is not None:
             self._complete()
         touched = self._touched_here()
-        device = self._flats[0].device if self._flats else torch.device("cpu")
+        device = self._device
         if self._exchange is None:
             told = float(self._has_left()) + _NEWS * self._news.has_news()
             vector = torch.tensor([0.0, told, *map(float, touched)], dtype=self._dtype, device=device)
@@ -197,10 +200,17 @@ def clip(flats: Sequence[Flat], norm: Norm, max_norm: float) -> bool:
 
 
 def scale_gradients(flats: Sequence[Flat], factor: float | Tensor) -> None:
-    """Multiply every gradient, once it is where the update needs it, by a number or a tensor without dimensions."""
-    dues = [flat.grads.due for flat in flats if flat.grads.due is not None]
-    if dues:
-        torch._foreach_mul_(dues, factor)
+    """Multiply every gradient, once it is where the update needs it, by a number or a tensor without dimensions.
+
+    For those that are updated on the host, that waits for a factor which is still on its device.
+    """
+    dues = [(flat.grads.due, flat.spec.updates_below) for flat in flats if flat.grads.due is not None]
+    here = [due for due, is_below in dues if not is_below]
+    there = [due for due, is_below in dues if is_below]
+    if here:
+        torch._foreach_mul_(here, factor)
+    if there:
+        torch._foreach_mul_(there, float(factor))
 
 
 def due_parts(flats: Sequence[Flat]) -> list[tuple[Tensor, int]]:

@@ -275,13 +275,14 @@ def verdict_dtype(flats: Sequence[FlatSpec]) -> Dtype:
 
 def _verdict(mesh: Mesh, axes: Axes, flats: Sequence[FlatSpec]) -> list[Action]:
     """Over the data axes among those who have something to train, and over the model axes among all: there the sums are
-    of the whole model's norm, and of parameters' touches where ranks list the same ones."""
+    of the whole model's norm, and of parameters' touches where ranks list the same ones. Where they list others, one
+    cannot know how wide the others' gradients are, and sums are fp64."""
     dtype = verdict_dtype(flats)
     numel = verdict_numel(sum(flat.num_params for flat in flats))
     agreed = _agree(mesh, axes if flats else (), "verdict", numel, dtype)
     for axis in mesh.model_axes:
         shares = axis in mesh.same_params_axes
-        agreed += _agree(mesh, (axis,), "verdict", numel if shares else verdict_numel(0), dtype)
+        agreed += _agree(mesh, (axis,), "verdict", *((numel, dtype) if shares else (verdict_numel(0), "fp64")))
     return agreed
 
 

@@ -55,7 +55,7 @@ class BoundBlock:
         effect = action.effect
         made = effect.makes or effect.waits
         travelling = f"{action.flat} {_TRAVELS_AS.get(made, made) if made is not None else ''}"
-        if effect.sends and action.stream != "compute":
+        if (effect.sends or action.copies) and action.stream != "compute":
             self._timeline.begin(ON_THE_WAY, travelling, action=str(action))
         with self._timeline.span(str(action), moment=str(self.moment)), torch.profiler.record_function(str(action)):
             call()

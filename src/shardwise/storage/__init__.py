@@ -1,6 +1,7 @@
 """Units chosen from a module tree, and the flat memory they live in."""
 
 from shardwise.storage.boxes import part_of, put_part
+from shardwise.storage.budget import Ranks, within_budget
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import AtRest, Flat, FullState, is_at_rest
 from shardwise.storage.fresh import FreshGradients
@@ -23,6 +24,7 @@ __all__ = [
     "FullState",
     "HostMemory",
     "LabelledTable",
+    "Ranks",
     "Unit",
     "UnitChoice",
     "agrees",
@@ -39,4 +41,5 @@ __all__ = [
     "tables_for",
     "torch_dtype",
     "unit_spec",
+    "within_budget",
 ]

@@ -77,6 +77,31 @@ class Timeline:
         return time.perf_counter_ns() / 1e3 + self._offset_us
 
 
+def hidden_share(events: Iterable[Event]) -> float:
+    """Of the time in which something is on the way, the share in which the host does something; 1 if nothing is."""
+    begun: dict[str, float] = {}
+    travelling: list[tuple[float, float]] = []
+    busy: list[tuple[float, float]] = []
+    for event in events:
+        if event["cat"] == HOST:
+            busy.append((event["ts"], event["ts"] + event["dur"]))
+        elif event["cat"] == ON_THE_WAY and event["ph"] == "b":
+            begun[event["name"]] = event["ts"]
+        elif event["cat"] == ON_THE_WAY:
+            travelling.append((begun.pop(event["name"]), event["ts"]))
+    whole, free = _length(travelling), _length([*travelling, *busy]) - _length(busy)
+    return 1 - free / whole if whole else 1.0
+
+
+def _length(spans: Iterable[tuple[float, float]]) -> float:
+    """Of all together, where they overlap once."""
+    length, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        length += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return length
+
+
 def write_trace(path: Path, ranks: Iterable[list[Event]]) -> None:
     """One file with the events of all `ranks`, in their order."""
     events: list[Event] = []

@@ -255,7 +255,10 @@ class GradSource:
 
     def scale(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         self._require_there()
-        func(self.owner.gradients.piece(self.flat, self.index), *args, **kwargs)
+        piece = self.owner.gradients.piece(self.flat, self.index)
+        if self.flat.spec.updates_below:  # it is on the host, and a factor may be on the device
+            args = tuple(arg.to(piece.device) if isinstance(arg, Tensor) else arg for arg in args)
+        func(piece, *args, **kwargs)
         self.owner.gradients.changed()
         return True
 

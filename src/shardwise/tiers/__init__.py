@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.tiers.io_queue import BLOCK_BYTES, DEPTH, IoQueue
     from shardwise.tiers.mounts import check_local
     from shardwise.tiers.pending import Pending
+    from shardwise.tiers.sliced_file import SlicedFile
     from shardwise.tiers.slices import Step, steps, walk
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "LeftBehind",
     "Pending",
     "Region",
+    "SlicedFile",
     "Stage",
     "Step",
     "SystemCalls",
@@ -63,6 +65,7 @@ _HOMES = {
     "LeftBehind": "shardwise.tiers.folder",
     "Pending": "shardwise.tiers.pending",
     "Region": "shardwise.tiers.align",
+    "SlicedFile": "shardwise.tiers.sliced_file",
     "Stage": "shardwise.tiers.buffers",
     "Step": "shardwise.tiers.slices",
     "SystemCalls": "shardwise.tiers.calls",

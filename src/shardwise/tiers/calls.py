@@ -37,7 +37,7 @@ class SystemCalls:
         return os.preadv(handle, [into], offset)
 
     def write(self, handle: int, data: memoryview, offset: int) -> int:
-        return os.pwritev(handle, [data], offset)
+        return os.pwrite(handle, data, offset)  # of one buffer the same as pwritev, and on every Unix
 
     def use_cache(self, handle: int) -> None:
         flags = fcntl.fcntl(handle, fcntl.F_GETFL)

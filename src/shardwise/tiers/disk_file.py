@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
@@ -23,8 +22,6 @@ from shardwise.tiers.faults import folder_fault, io_fault
 from shardwise.tiers.io_queue import IoQueue
 from shardwise.tiers.pending import Pending
 from shardwise.units import format_bytes
-
-_log = logging.getLogger("shardwise")
 
 
 class DiskFile:
@@ -47,13 +44,13 @@ class DiskFile:
         *,
         checksums: bool = False,
         calls: Calls = SYSTEM,
-        folder: object = None,
+        when_cached: Callable[[], None] = lambda: None,
     ) -> None:
         """With `checksums` each block of the queue that was written as a whole is compared when it is read so.
 
-        `folder` is kept for as long as the file lives.
+        `when_cached` is called where direct I/O is refused; whom it belongs to lives as long as the file does.
         """
-        self._folder = folder
+        self._when_cached = when_cached
         self.path = path
         self.num_bytes = up(num_bytes)
         self.queue = queue
@@ -72,7 +69,7 @@ class DiskFile:
             self.close()
             raise folder_fault(f"{path} of {format_bytes(self.num_bytes)} cannot be made", error) from error
         if not self.is_direct:
-            self._say_cached()
+            when_cached()
 
     def read(self, start: int, into: torch.Tensor) -> Pending:
         """Fill `into`, a flat uint8 tensor on pages, with the bytes from `start` on."""
@@ -174,14 +171,7 @@ class DiskFile:
         with self._lock:
             if self.is_direct:
                 self.is_direct = False
-                self._say_cached()
-
-    def _say_cached(self) -> None:
-        _log.warning(
-            "%s is read and written through the page cache: its file system refuses direct I/O. That takes memory for "
-            "the cache and time for copies; a folder on ext4 or xfs on a local disk does not.",
-            self.path.parent,
-        )
+                self._when_cached()
 
     def _check(self, start: int, stop: int) -> None:
         self._require_open()

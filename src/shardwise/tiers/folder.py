@@ -13,6 +13,7 @@ import fcntl
 import json
 import logging
 import os
+import threading
 import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ class TierFolder:
         self._calls = calls
         self._prefix = f"shardwise-rank-{rank}"
         self._files: list[DiskFile] = []
+        self._lock, self._is_cached = threading.Lock(), False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -85,7 +87,7 @@ class TierFolder:
             raise StateError(f"{self.folder} has been given up; make another TierFolder.")
         self.check_room(up(num_bytes))
         path = self.folder / f"{self._prefix}.{name}"
-        file = DiskFile(path, num_bytes, queue, checksums=checksums, calls=self._calls, folder=self)
+        file = DiskFile(path, num_bytes, queue, checksums=checksums, calls=self._calls, when_cached=self._say_cached)
         self._files.append(file)
         return file
 
@@ -95,6 +97,18 @@ class TierFolder:
             file.close()
         self._files = []
         self._release()
+
+    def _say_cached(self) -> None:
+        """Once; called by files, from threads that read and write."""
+        with self._lock:
+            if self._is_cached:
+                return
+            self._is_cached = True
+        _log.warning(
+            "%s is read and written through the page cache: its file system refuses direct I/O. That takes memory for "
+            "the cache and time for copies; a folder on ext4 or xfs on a local disk does not.",
+            self.folder,
+        )
 
     def _take(self) -> tuple[int, Holder | None]:
         """Lock this rank's file and put our name there; who is named there already has been killed."""

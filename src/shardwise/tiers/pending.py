@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,6 +20,23 @@ class Pending:
             call.exception()
         for call in self._calls:
             call.result()
+
+    def when_done(self, tell: Callable[[], None]) -> None:
+        """Call `tell` once all are done, from the thread that was last, or now."""
+        left = len(self._calls) + 1
+        lock = threading.Lock()
+
+        def one_less(_: Future[Any] | None = None) -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                is_last = not left
+            if is_last:
+                tell()
+
+        for call in self._calls:
+            call.add_done_callback(one_less)
+        one_less()
 
     @property
     def is_done(self) -> bool:

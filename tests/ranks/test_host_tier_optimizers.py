@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -226,6 +227,42 @@ def test_whole_tensors_checkpoints_and_other_plans(rows: dict[str, Any], tmp_pat
         assert losses == pytest.approx(expected.losses, rel=1e-5)
         for name, param in expected.params.items():
             torch.testing.assert_close(params[name], param, rtol=1e-5, atol=1e-5)
+
+
+def test_generation_rehearsal_and_timelines(tmp_path: Path) -> None:
+    """With parameters on the host, too."""
+    model, data = model_of(), batches(3)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    expected = plain_run(model, data)
+
+    def rank(world: sw.World) -> None:
+        plan = plan_of("zero3-offload", None, rows={"param": {"tier": "host"}})
+        replica = replicas[world.rank]
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            for number, batch in enumerate(data):
+                x, y = share_of(engine, batch)
+                rehearsed = engine.rehearse((x, y))
+                assert rehearsed.host is not None
+                assert rehearsed.activations
+                with engine.timeline(tmp_path / "step.json"):
+                    loss = engine(x, y)
+                    engine.backward(loss)
+                    engine.step()
+                assert world.mean(loss.item()) == pytest.approx(expected.losses[number], rel=1e-5)
+                twin = model_of()
+                twin.load_state_dict(engine.state_dict())
+                for keep_bytes in (None, 0):
+                    with engine.inference(keep_bytes):
+                        torch.testing.assert_close(replica.logits(x), twin.logits(x), rtol=1e-5, atol=1e-5)
+                with torch.no_grad():
+                    torch.testing.assert_close(engine(x, y), twin(x, y), rtol=1e-5, atol=1e-5)
+            assert "updated on the host" in str(engine)
+            assert "on the host" in str(engine.memory())
+
+    run_ranks(2, rank)
+    names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
+    assert {"update blocks.0 master", "wait blocks.0 grad"} <= names
+    assert any(name.startswith("fetch blocks.0 param host fp32") for name in names)
 
 
 SHARES = [
