@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import nn
 
-from shardwise.comm import Line
+from shardwise.comm import Group, Line
+from shardwise.config import Plan
+from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.sequence import hugging_face
 from shardwise.sequence.attention import Attention, Sample
+from shardwise.sequence.check import check_model, is_ring
 from shardwise.sequence.layout import Layout
 from shardwise.sequence.routing import Routing
 
@@ -27,6 +32,14 @@ class RehearsedAttention(Attention):
     def _sample_of(self, query: Tensor, key: Tensor, *, recomputed: bool) -> Sample:  # noqa: ARG002  # each is the same
         num_ranks = self.line.num_ranks
         return Sample(Layout(query.shape[-2] * num_ranks, num_ranks, is_zigzag=self.is_ring))
+
+
+def rehearsed_by(model: nn.Module, plan: Plan, mesh: Mesh) -> Callable[[nn.Module], AbstractContextManager[None]]:
+    """`rehearsed` for twins of `model`, as a plan splits its sequences. Raises what sharding it would."""
+    check_model(model, plan)
+    line = Line(None, Group(SEQUENCE_AXIS, mesh.group(0, SEQUENCE_AXIS), 0))
+    num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)
+    return partial(rehearsed, line=line, is_ring=is_ring(model, plan, line.num_ranks * num_cuts))
 
 
 @contextmanager
