@@ -22,7 +22,7 @@ from shardwise.errors import StateError
 from shardwise.gradients import Gradients
 from shardwise.mesh import SEQUENCE_AXIS
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers, hyper_digest
-from shardwise.pipeline import Pipeline, SharedGradients
+from shardwise.pipeline import Pipeline, SharedGradients, has_pipeline
 from shardwise.precision import LossScaler, NoNews, Norm, Verdict, cast_floating
 from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner, Settings
 from shardwise.sequence import SequenceParallel
@@ -171,7 +171,8 @@ class ShardedModel:
         """What leads the model's attention over the ranks that share in a sequence, if the mesh has such."""
         if SEQUENCE_AXIS not in self.mesh.axes or self.mesh.size(SEQUENCE_AXIS) == 1:
             return None
-        sequence = SequenceParallel(self.model, self.plan, self.mesh, self.world, device)
+        in_stages = has_pipeline(self.mesh)
+        sequence = SequenceParallel(self.model, self.plan, self.mesh, self.world, device, in_stages=in_stages)
         self._hooks.callback(sequence.close)
         return sequence
 
