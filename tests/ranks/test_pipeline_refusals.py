@@ -325,7 +325,7 @@ def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
 
 def test_split_sequences_beside_stages_are_refused() -> None:
     def rank(world: sw.World) -> None:
-        with pytest.raises(ConfigError, match="along pp and sp, but in this version stages go with data axes and tp"):
+        with pytest.raises(ConfigError, match="along pp and sp, but in this version stages go with data axes"):
             sw.shard(Decoder(), {"mesh": {"pp": 2, "sp": 2}, "accumulate": 2}, world=world)
 
     run_ranks(4, rank)

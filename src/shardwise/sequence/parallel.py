@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from shardwise.sequence import hugging_face
 from shardwise.sequence.attention import Attention, Sample
 from shardwise.sequence.batch import Splitter
 from shardwise.sequence.check import is_ring
+from shardwise.sequence.rehearsed import rehearsed
 from shardwise.sequence.routing import Routing
 
 Tensor = torch.Tensor
@@ -94,6 +95,10 @@ class SequenceParallel:
         finally:
             self._is_suspended = False
             self._put_back = hugging_face.route(self._model, self.attention)
+
+    def rehearsed(self, twin: nn.Module) -> AbstractContextManager[None]:
+        """Inside, attention of a twin of the model is as here, and nothing is sent."""
+        return rehearsed(twin, self._line, is_ring=self.attention.is_ring)
 
     # -- around whatever of the model is called ---------------------------------------------------------
 
