@@ -300,15 +300,14 @@ class Engine(EngineTraining):
         """What a step on `batch` will hold on this rank when it holds most, activations included: see `Footprint`.
 
         Runs a twin of the model without memory and without arithmetic; nothing is changed, and no other rank is asked,
-        but under a pipeline all its ranks call, with a micro-batch, and those in flight are counted.
+        but under a pipeline all its ranks call, with a micro-batch, and those in flight are counted. Where sequences
+        are split, give it this rank's part of a batch, from `split_sequence`.
         `batch` is a tensor, a tuple of arguments, or a dict of keyword arguments, of which only shapes and dtypes
         count. `loss` makes of the model's output what is sent back, and must be given where a loop computes it itself;
         else it is the output, or its `loss`. Raises `ModelError` for a model that asks for the values of tensors, and
-        `ConfigError` for a plan that splits sequences, or one with zb-h1 and sharded gradients.
+        `ConfigError` for a plan that deals out experts, or one with zb-h1 and sharded gradients.
         """
         self._require_open()
-        if self._sharded.sequence is not None:
-            raise ConfigError("Activations of sequences that are split over several ranks are not rehearsed yet.")
         if self._sharded.mesh.has_experts:
             raise ConfigError("Activations of experts that lie on several ranks are not rehearsed yet.")
         return rehearsed(self._sharded, batch, loss)

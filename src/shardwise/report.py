@@ -96,7 +96,10 @@ def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footpr
     sharding, compute = sharded.sharding, sharded.table.compute
     specs = tuple(unit.spec for unit in sharding.units)
     if sharded.pipeline is None:
-        activations = rehearse(sharded.model, sharding.units, batch, device=sharding.device, compute=compute, loss=loss)
+        around = None if sharded.sequence is None else sharded.sequence.rehearsed
+        activations = rehearse(
+            sharded.model, sharding.units, batch, device=sharding.device, compute=compute, loss=loss, around=around
+        )
         return _footprint(sharded, specs, activations)
     _refuse_waiting_gradients(sharded)
     stages = StageRehearsal(sharded.pipeline.staged, sharding.units, batch, sharding.device, compute, loss)

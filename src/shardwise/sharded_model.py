@@ -22,7 +22,7 @@ from shardwise.errors import StateError
 from shardwise.gradients import Gradients
 from shardwise.mesh import SEQUENCE_AXIS
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers, hyper_digest
-from shardwise.pipeline import Pipeline, SharedGradients
+from shardwise.pipeline import Pipeline, SharedGradients, has_pipeline
 from shardwise.precision import LossScaler, NoNews, Norm, Verdict, cast_floating
 from shardwise.program import Action
 from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner, Settings
@@ -91,8 +91,6 @@ class ShardedModel:
         self.shares_params = False
         """Whether this rank has parameters that other stages of its pipeline have too."""
         self._num_micro_batches = 0
-        self._stepping: torch.optim.Optimizer | None = None
-        """The optimizer that was asked for a step last."""
         self._hooks = ExitStack()
         self.disk = sharding.disk
         """What keeps the rows on a disk, if there are such."""
@@ -132,8 +130,9 @@ class ShardedModel:
         executor.provide("verdict", lambda action: verdict.sum_over(action.over))
         executor.provide("buffers", lambda _: buffers.share())
         executor.provide("norms", peers.add_norms)
-        executor.provide("master", partial(self._update_unit, {flat.name: flat for flat in flats}))
-        executor.provide("states", partial(self._move_states, {flat.name: flat for flat in flats}))
+        by_name = {flat.name: flat for flat in flats}
+        executor.provide("master", lambda action: self.require_optimizer().update_flat(by_name[action.flat]))
+        executor.provide("states", partial(self._move_states, by_name))
         executor.provide("matrix", peers.exchange_matrices)
         executor.provide("update", peers.exchange_matrices)
         optimizer = self._adopt(optimizers, flats, peers) if optimizers else None
@@ -176,7 +175,8 @@ class ShardedModel:
         """What leads the model's attention over the ranks that share in a sequence, if the mesh has such."""
         if SEQUENCE_AXIS not in self.mesh.axes or self.mesh.size(SEQUENCE_AXIS) == 1:
             return None
-        sequence = SequenceParallel(self.model, self.plan, self.mesh, self.world, device)
+        in_stages = has_pipeline(self.mesh)
+        sequence = SequenceParallel(self.model, self.plan, self.mesh, self.world, device, in_stages=in_stages)
         self._hooks.callback(sequence.close)
         return sequence
 
@@ -348,14 +348,9 @@ class ShardedModel:
             self.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self.before_change()
         self.world.journal.check()  # see [Note: garbage after a fault]
-        self._stepping = member
+        optimizer.begin(member)
         self.runner.step.update_units()
         optimizer.offer_gradients(member)
-
-    def _update_unit(self, flats: Mapping[str, Flat], action: Action) -> None:
-        """`update` of one flat buffer, as part of the step that was asked for last."""
-        assert self._stepping is not None
-        self.require_optimizer().update_flat(self._stepping, flats[action.flat])
 
     def _move_states(self, flats: Mapping[str, Flat], action: Action) -> None:
         """`fetch` or `evict` of what one flat buffer has on a disk."""

@@ -12,9 +12,9 @@ from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
-from shardwise.experts import ExpertSplit, RankTotal, expert_split, refuse_losses, share_totals
+from shardwise.experts import ExpertSplit, RankTotal, check_routers, expert_split, share_totals
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
-from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
+from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.pipeline import AXIS as STAGES
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
@@ -43,7 +43,6 @@ from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, Verif
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
 Boxes = Mapping[nn.Parameter, Box]
-_NOT_BESIDE_STAGES = MODEL_AXES.keys() - {STAGES, AXIS, EXPERTS}
 
 
 @dataclass(frozen=True)
@@ -189,14 +188,7 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     split = split_of(model, plan, mesh, world.rank, experts) if known is None else None
     boxes = boxes_for(model, mesh, world.rank, split, experts) if known is None else known.boxes
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
-    others = " and ".join(axis for axis in mesh.axes if axis in _NOT_BESIDE_STAGES and mesh.size(axis) > 1)
-    if stages is not None and others:
-        raise ConfigError(
-            f"The mesh {mesh} splits the model along {STAGES} and {others}, but in this version stages go with data "
-            f"axes and {AXIS} alone. Leave out either."
-        )
-    if stages is not None:
-        refuse_losses(model)
+    check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
     return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split, experts, stages)
 
 
@@ -278,9 +270,8 @@ def carry_out_experts(model: nn.Module, designed: Design, world: World, device: 
     mesh, collectives = designed.mesh, world.collectives(device)
     if designed.experts is not None:
         designed.experts.carry_out(Line(collectives, world.group(mesh, EXPERTS)))
-    if designed.plan.compile is None:
-        axes = [axis for axis in mesh.replica_axes if mesh.size(axis) > 1]
-        share_totals(model, RankTotal(collectives, [world.group(mesh, axis) for axis in axes]))
+    axes = [axis for axis in mesh.replica_axes if mesh.size(axis) > 1]
+    share_totals(model, RankTotal(collectives, [world.group(mesh, axis) for axis in axes]))
 
 
 def agree_on_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:

@@ -23,6 +23,8 @@ def forward_backward(sharded: ShardedModel, batch: Any, target: Any, loss_fn: Lo
             "already. Finish those and call engine.step(), or forget them with engine.zero_grad()."
         )
     parts = micro_batches(batch, target, sharded.plan.accumulate)
+    if sharded.sequence is not None:
+        sharded.sequence.note_micro_batches(batch, parts)
     if sharded.pipeline is not None:
         return _through_stages(sharded, sharded.pipeline, parts, loss_fn)
     return _mean([_trained(sharded, part, loss_fn) for part in parts])
@@ -43,6 +45,8 @@ def _through_stages(
     finally:
         passes.reduces = before
         sharded.runner.begin_segment(())
+    if sharded.sequence is not None:
+        sharded.sequence.check_was_asked(pipeline.line)
     passes.owes_reductions = True  # what some pass has left is found before the step, so that no verdict is early
     sharded.note_step_complete()
     return mean
@@ -92,6 +96,8 @@ def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFuncti
     """See `Engine.eval_step`."""
     with torch.no_grad():
         parts = micro_batches(batch, target, sharded.plan.accumulate)
+        if sharded.sequence is not None:
+            sharded.sequence.note_micro_batches(batch, parts)
         if sharded.pipeline is not None:
             return sharded.pipeline.evaluate(parts, loss_fn, sharded.runner.begin_segment)
         return _mean([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts])

@@ -444,3 +444,32 @@ def test_activations_of_stages_are_those_of_the_rank_with_most_parameters(
         *stages[-1:],
         "pipeline.schedule=zb-h1",
     )
+
+
+def test_activations_of_split_sequences_are_those_of_a_part(
+    model_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Over four ranks, a quarter of the tokens: ulysses and a ring hold less than the whole does, and not the same."""
+    attending = tmp_path / "attending.py"
+    attending.write_text(
+        "import torch\n"
+        "from torch.nn.functional import scaled_dot_product_attention as attention\n\n"
+        "class Attending(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)\n"
+        "    def forward(self, hidden):\n"
+        "        heads = self.qkv(hidden).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)\n"
+        "        return self.out(attention(*heads, is_causal=True).transpose(1, 2).flatten(2)).square().mean()\n\n"
+        "def whole(): return torch.ones(2, 256, 32)\n"
+        "def part(): return torch.ones(2, 64, 32)\n"
+    )
+    arguments = ["zero1", "--world", "4", "--model", f"{attending}:Attending", "--batch"]
+    whole = as_json(capsys, *arguments, f"{attending}:whole")["bytes"]["activations"]
+    split = ["--set", "mesh={sp: 4}", "--set"]
+    ulysses, ring = (
+        as_json(capsys, *arguments, f"{attending}:part", *split, f"sequence.attention={kind}")["bytes"]["activations"]
+        for kind in ("ulysses", "ring")
+    )
+    assert 0.2 * whole < min(ulysses, ring) < max(ulysses, ring) < 0.5 * whole
+    assert ulysses != ring

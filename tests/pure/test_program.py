@@ -41,7 +41,7 @@ from shardwise.program import (
     render,
     straight_trace,
 )
-from shardwise.program.action import Edge, Phase, Stream
+from shardwise.program.action import COPYING, Edge, Phase, Stream
 
 # --- text --------------------------------------------------------------------------------------------
 
@@ -54,12 +54,12 @@ MOMENTS = st.builds(Moment, st.sampled_from(get_args(Edge)), st.sampled_from(get
 def actions(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Action:
     """Any action that the library can make: those without an axis have no dtype, bytes or stream either."""
     (verb, subject), name = draw(st.sampled_from(sorted(EFFECTS))), draw(NAMES)
-    sends = EFFECTS[verb, subject].sends
-    if not sends and draw(st.booleans()):
+    has_bytes = EFFECTS[verb, subject].sends or verb in COPYING
+    if not has_bytes and draw(st.booleans()):
         return Action(verb, name, subject)
-    sent = draw(st.integers(0, 2**50)) if sends else 0
-    dtype = draw(st.sampled_from([*WIDTH, "-"]))
-    return Action(verb, name, subject, draw(NAMES), dtype, sent, draw(st.sampled_from(get_args(Stream))))
+    sent = draw(st.integers(0, 2**50)) if has_bytes else 0
+    dtype, over = draw(st.sampled_from([*WIDTH, "-"])), draw(NAMES.filter(lambda name: name != "-"))
+    return Action(verb, name, subject, over, dtype, sent, draw(st.sampled_from(get_args(Stream))))
 
 
 PROGRAMS = st.lists(st.builds(Block, MOMENTS, st.lists(actions(), max_size=4).map(tuple)), max_size=5).map(tuple)

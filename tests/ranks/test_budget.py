@@ -14,6 +14,9 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.program import plan_step, straight_trace
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 MODEL_BYTES = 42_368 * 4
 """Of the parameters, in fp32."""

@@ -22,6 +22,7 @@ from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.state import content
 from shardwise.testing import run_ranks
+from shardwise.tiers import buffers
 
 
 def build() -> nn.Module:
@@ -293,13 +294,13 @@ def test_a_failure_of_one_rank_is_everybodys(
     where: str, wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two agreements: nobody waits for a rank that has failed by itself."""
-    plain_sized, plain_take = write.Stage.sized, write.Snapshot.take
+    plain_sized, plain_take = buffers.Stage.sized, write.Snapshot.take
     armed = threading.Event()
 
     def is_rank_1() -> bool:
         return armed.is_set() and threading.current_thread().name == "rank 1"
 
-    def sized(stage: write.Stage, num_bytes: int) -> torch.Tensor:
+    def sized(stage: buffers.Stage, num_bytes: int) -> torch.Tensor:
         if where == "sized" and is_rank_1():
             raise MemoryError("not that much")
         return plain_sized(stage, num_bytes)
@@ -318,7 +319,7 @@ def test_a_failure_of_one_rank_is_everybodys(
         def load_state_dict(self, state: dict[str, Any]) -> None:
             pass
 
-    monkeypatch.setattr(write.Stage, "sized", sized)
+    monkeypatch.setattr(buffers.Stage, "sized", sized)
     monkeypatch.setattr(write.Snapshot, "take", take)
 
     def work(engine: sw.Engine) -> str:

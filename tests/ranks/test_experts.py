@@ -24,6 +24,8 @@ from experts_models import (
     whole_grads,
     whole_run,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_pipeline import CLIP
 from test_pipeline import assert_same as assert_same_in_stages
 from test_pipeline import pipelined as pipelined_run
@@ -38,7 +40,7 @@ from shardwise.testing import run_ranks
 from tests.thorough import drawn, one_in
 
 Tensor = torch.Tensor
-NUM_STEPS = drawn(3, 10)
+NUM_STEPS = drawn(2, 10)
 BALANCED = {"balance_loss": 0.1, "z_loss": 0.01, "shared_size": 16}
 BIASED = {"scores": "sigmoid", "bias_rate": 0.01, "scale": 1.5}
 MESHES: list[tuple[str, dict[str, int], dict[str, Any], bool]] = [
@@ -64,15 +66,15 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
 
 @one_in(len(MESHES))
 @pytest.mark.parametrize(
-    ("preset", "mesh", "settings", "shares_memory"),
+    ("preset", "mesh", "of_experts", "shares_memory"),
     MESHES,
     ids=["-".join([preset, *(f"{axis}{size}" for axis, size in mesh.items())]) for preset, mesh, *_ in MESHES],
 )
 def test_every_preset_trains_as_the_whole_model(
-    preset: str, mesh: dict[str, int], settings: dict[str, Any], shares_memory: bool
+    preset: str, mesh: dict[str, int], of_experts: dict[str, Any], shares_memory: bool
 ) -> None:
     """Losses, those of routers included, norms, all gradients and parameters, and the biases of routers."""
-    model, data = mixture(**settings), batches(NUM_STEPS, 12)
+    model, data = mixture(**of_experts), batches(NUM_STEPS, 12)
     twin = whole_run(model, data, clip=0.5, after_step=update_biases)
     run = dealt_run(
         model, data, preset, mesh, clip_grad_norm=0.5, after_step=update_biases, shares_memory=shares_memory
@@ -80,12 +82,12 @@ def test_every_preset_trains_as_the_whole_model(
     assert_same(run, twin)
 
 
-def race(model: nn.Module, preset: str, mesh: dict[str, int], **settings: Any) -> Run:
+def race(model: nn.Module, preset: str, mesh: dict[str, int], **wishes: Any) -> Run:
     """Three steps beside the whole model; returns what the ranks came to."""
     data = batches(3, 8)
     known = {"make_optimizer": "make_optimizer", "accumulate": "accumulate", "clip_grad_norm": "clip"}
-    run = dealt_run(model, data, preset, mesh, **settings)
-    assert_same(run, whole_run(model, data, **{known[key]: settings[key] for key in settings if key in known}))
+    run = dealt_run(model, data, preset, mesh, **wishes)
+    assert_same(run, whole_run(model, data, **{known[key]: wishes[key] for key in wishes if key in known}))
     return run
 
 
@@ -93,11 +95,11 @@ def race(model: nn.Module, preset: str, mesh: dict[str, int], **settings: Any) -
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("kind", ["accumulated", "recomputed", "frozen", "lamb"])
 def test_loops(kind: str, preset: str) -> None:
-    model, settings = mixture(recomputes=kind == "recomputed", balance_loss=0.05), {}
+    model, wishes = mixture(recomputes=kind == "recomputed", balance_loss=0.05), {}
     if kind == "accumulated":
-        settings = {"accumulate": 2, "clip_grad_norm": 0.5}
+        wishes = {"accumulate": 2, "clip_grad_norm": 0.5}
     if kind == "lamb":
-        settings = {"make_optimizer": lamb}
+        wishes = {"make_optimizer": lamb}
     if kind == "frozen":
         frozen = (
             model.tokens,
@@ -108,7 +110,68 @@ def test_loops(kind: str, preset: str) -> None:
         )
         for module in frozen:
             module.requires_grad_(False)
-    race(model, preset, {"dp": 2, "ep": 2}, **settings)
+    race(model, preset, {"dp": 2, "ep": 2}, **wishes)
+
+
+OFFLOADED = {"param": {"tier": "host"}, "grad": {"tier": "host"}, "optim": {"tier": "host"}}
+
+
+@one_in(2)
+@pytest.mark.parametrize(("preset", "rows"), [("zero3", OFFLOADED), ("zero1", {"optim": {"tier": "host"}})])
+def test_experts_rest_on_the_host_too(preset: str, rows: dict[str, Any]) -> None:
+    race(mixture(balance_loss=0.05), preset, {"dp": 2, "ep": 2}, rows=rows)
+
+
+@one_in(8)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_muon_updates_the_matrices_beside_experts(preset: str) -> None:
+    def muon(model: nn.Module) -> torch.optim.Optimizer:
+        matrices = [param for name, param in model.named_parameters() if name.endswith(("qkv.weight", "out.weight"))]
+        others = [param for param in model.parameters() if not any(param is one for one in matrices)]
+        return sw.optim.Muon(
+            [{"params": matrices}, {"params": others, "use_muon": False}], lr=0.01, iterate_in="fp32", adamw_eps=1e-4
+        )
+
+    race(mixture(), preset, {"dp": 2, "ep": 2}, make_optimizer=muon)
+
+
+def test_bytes_are_as_promised() -> None:
+    def promised_and_measured(engine: sw.Engine) -> tuple[int, int]:
+        memory = engine.memory()
+        return memory.promised_total, memory.measured_total
+
+    run = dealt_run(mixture(num_experts=5), batches(2, 8), "zero3", {"dp": 2, "ep": 2}, after=promised_and_measured)
+    for promised, measured in run.extra:
+        assert 0 < measured <= promised
+    promises = [promised for promised, _ in run.extra]
+    assert promises[0] == promises[2] > promises[1] == promises[3]  # three experts, and two
+
+
+@settings(max_examples=drawn(1, 10), deadline=None, database=None)
+@given(st.data())
+def test_random_mixtures_on_random_meshes(data: st.DataObject) -> None:
+    preset = data.draw(st.sampled_from(["ddp", "zero1", "zero2", "zero3", "zero3-kept"]))
+    mesh = data.draw(st.sampled_from([{"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2}, {"ep": 3}]))
+    num_experts = data.draw(st.integers(mesh["ep"], 6))
+    drawn_settings = {
+        "num_experts": num_experts,
+        "top_k": data.draw(st.integers(1, num_experts)),
+        "gated": data.draw(st.booleans()),
+        "normalize": data.draw(st.booleans()),
+        "scores": data.draw(st.sampled_from(["softmax", "sigmoid"])),
+        "shared_size": data.draw(st.sampled_from([0, 5])),
+        "balance_loss": data.draw(st.sampled_from([0.0, 0.1])),
+        "z_loss": data.draw(st.sampled_from([0.0, 0.01])),
+        "recomputes": data.draw(st.booleans()),
+        "num_blocks": data.draw(st.integers(2, 3)),
+    }
+    model, rows = mixture(**drawn_settings), batches(2, 12)
+    for module in data.draw(st.lists(st.sampled_from(list(model.modules())[1:]), max_size=2)):
+        module.requires_grad_(False)
+    accumulate = data.draw(st.sampled_from([1, 2] if math.prod(mesh.values()) < 4 else [1]))
+    shares_memory = data.draw(st.booleans())
+    run = dealt_run(model, rows, preset, mesh, accumulate=accumulate, shares_memory=shares_memory)
+    assert_same(run, whole_run(model, rows, accumulate=accumulate))
 
 
 def test_experts_without_tokens_and_ranks_without_them() -> None:
@@ -149,7 +212,7 @@ def _summed(model: Mixture, x: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), y.flatten(), reduction="sum")
 
 
-@one_in(2)
+@one_in(8)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_is_near(precision: str) -> None:
     model, data = mixture(balance_loss=0.05), batches(3, 8)
@@ -408,6 +471,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({}, {"mesh": {"ep": 4}, "compile": "eager"}, "with ep leave it out"),
     (
+        {"bias_rate": 0.1},
+        {"mesh": {"dp": 4}, "compile": "eager"},
+        "moe.router has a balance_loss, z_loss or bias_rate, for",
+    ),
+    (
         {"balance_loss": 0.1},
         {"mesh": {"pp": 2, "ep": 2}, "accumulate": 2},
         r"moe.router has a balance_loss or z_loss, which the last stage",
@@ -420,7 +488,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "plan", "said"), REFUSED, ids=["few", "compile", "stages", "tensor.sequence"])
+@pytest.mark.parametrize(
+    ("settings", "plan", "said"), REFUSED, ids=["few", "compile", "bias", "stages", "tensor.sequence"]
+)
 def test_what_cannot_be_is_refused_before_anything_changes(
     settings: dict[str, Any], plan: dict[str, Any], said: str
 ) -> None:

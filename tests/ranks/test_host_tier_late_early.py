@@ -15,7 +15,7 @@ from shardwise.errors import CommError
 from shardwise.storage import Copied, Flat, HostMemory
 from tests.thorough import one_in
 
-pytestmark = one_in(3)
+pytestmark = one_in(12)
 
 Tensor = torch.Tensor
 HOST = {"tier": "host"}
@@ -74,9 +74,10 @@ class _Forgets:
             self._one.land()
 
 
-def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    assert not is_found("zero3-offload")
-    assert not is_found("offload", precision="bf16")
+@pytest.mark.parametrize("plan", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("preset", ["zero3-offload", "offload"])
+def test_nothing_is_found_where_nothing_is_wrong(preset: str, plan: dict[str, Any]) -> None:
+    assert not is_found(preset, **plan)
 
 
 @pytest.mark.parametrize(("way", "what"), [("evict", "wait"), ("evict", "land"), ("fetch", "wait")])

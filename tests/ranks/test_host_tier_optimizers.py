@@ -19,7 +19,7 @@ from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(5)
+pytestmark = one_in(10)
 
 Tensor = torch.Tensor
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -75,18 +75,20 @@ def test_the_update_on_the_host_is_that_on_the_device_to_the_bit(name: str, pres
     assert all(torch.equal(param, here.params[key]) for key, param in there.params.items())
 
 
-def test_what_an_optimizer_counts_it_counts_once() -> None:
+@pytest.mark.parametrize("preset", ON_DEVICE)
+def test_what_an_optimizer_counts_it_counts_once(preset: str) -> None:
     model, data = model_of(), batches(3)
 
     def taken(engine: sw.Engine) -> dict[str, Any]:
         return {"taken": engine._sharded.require_optimizer().groups[0]["taken"]}
 
-    run = sharded_run(model, data, "offload", 2, None, OPTIMIZERS["counting"], after=taken)
+    run = sharded_run(model, data, preset, 2, None, OPTIMIZERS["counting"], after=taken)
     assert run.extra["taken"] == 3
     assert_same(run, plain_run(model, data, OPTIMIZERS["counting"]))
 
 
-def test_hooks_closures_and_schedulers_see_one_step() -> None:
+@pytest.mark.parametrize("preset", ON_DEVICE)
+def test_hooks_closures_and_schedulers_see_one_step(preset: str) -> None:
     model, data = model_of(), batches(3)
     seen: list[str] = []
 
@@ -119,7 +121,7 @@ def test_hooks_closures_and_schedulers_see_one_step() -> None:
         mine: list[str] = []
 
         def engine_of(replica: nn.Module, optimizer: torch.optim.Optimizer) -> sw.Engine:
-            return sw.shard(replica, "zero3-offload", optimizer=optimizer, world=world)
+            return sw.shard(replica, preset, optimizer=optimizer, world=world)
 
         engine = plain(mine, engine_of, replicas[world.rank])
         params = full_params(engine)
@@ -229,14 +231,15 @@ def test_whole_tensors_checkpoints_and_other_plans(rows: dict[str, Any], tmp_pat
             torch.testing.assert_close(params[name], param, rtol=1e-5, atol=1e-5)
 
 
-def test_generation_rehearsal_and_timelines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["zero3-offload", "offload"])
+def test_generation_rehearsal_and_timelines(preset: str, tmp_path: Path) -> None:
     """With parameters on the host, too."""
     model, data = model_of(), batches(3)
     replicas = [copy.deepcopy(model) for _ in range(2)]
     expected = plain_run(model, data)
 
     def rank(world: sw.World) -> None:
-        plan = plan_of("zero3-offload", None, rows={"param": {"tier": "host"}})
+        plan = plan_of(preset, None, rows={"param": {"tier": "host"}})
         replica = replicas[world.rank]
         with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
             for number, batch in enumerate(data):

@@ -31,7 +31,7 @@ from shardwise.checkpoint.schema import read_index
 from shardwise.errors import ConfigError, ModelError
 from shardwise.optim import AdamW, Lamb, Lion, Muon, hidden_matrices
 from shardwise.program import DURING_STEP
-from shardwise.program.footprint import _Walk
+from shardwise.program.walk import Walk
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -94,7 +94,7 @@ def measure_step(engine: sw.Engine) -> dict[str, Any]:
     assert sent == promised <= planned.sent_bytes()
     actions = [action for block in (*planned.micro_batch, *planned.step) for action in block.actions]
     assert sum(ledger.calls.values()) == sum(action.communicates for action in actions)
-    clock = _Walk(engine._sharded.runner.programs.specs, coordinate)
+    clock = Walk(engine._sharded.runner.programs.specs, coordinate)
     for block in planned.step:
         if block.moment == DURING_STEP:
             clock.walk(block)

@@ -321,11 +321,3 @@ def test_after_a_fault_that_was_caught_the_next_step_is_right() -> None:
     for state in run_ranks(2, rank):
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
-
-
-def test_split_sequences_beside_stages_are_refused() -> None:
-    def rank(world: sw.World) -> None:
-        with pytest.raises(ConfigError, match="along pp and sp, but in this version stages go with data axes and tp"):
-            sw.shard(Decoder(), {"mesh": {"pp": 2, "sp": 2}, "accumulate": 2}, world=world)
-
-    run_ranks(4, rank)

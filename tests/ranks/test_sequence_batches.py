@@ -304,23 +304,38 @@ def test_ranks_that_are_seeded_alike_drop_other_tokens() -> None:
     assert torch.equal(left[0], left[1])
 
 
-def test_recomputing_the_forward_of_an_earlier_batch_is_refused() -> None:
-    """Its documents are not those of the batch that was split last."""
+def test_what_is_recomputed_is_of_its_own_batch() -> None:
+    """Whose documents are not those of the batch that was split last; only in one backward of both nobody can tell."""
     one, other = (torch.tensor([[0] * cut + [1] * (TOKENS - cut)]) for cut in (3, 9))
 
     def work(engine: sw.Engine) -> None:
         batch = batches(1, rows=1)[0]
         tensors = batch["input_ids"], batch["position_ids"]
-        for _ in range(2):  # one after the other they go
-            for documents in (one, other):
-                engine(*engine.split_sequence(tensors, documents=documents)).sum().backward()
-        loss = engine(*engine.split_sequence(tensors, documents=one)).sum()
-        with torch.no_grad():
-            engine(*engine.split_sequence(tensors, documents=other))
-        loss.backward()
-        losses = [engine(*engine.split_sequence(tensors, documents=documents)).sum() for documents in (one, other)]
+
+        def loss(documents: torch.Tensor) -> torch.Tensor:
+            return engine(*engine.split_sequence(tensors, documents=documents)).square().sum()
+
+        def grads() -> dict[str, torch.Tensor]:
+            found = {name: engine.get(name, "grad") for name, _ in engine.module.named_parameters()}
+            engine.zero_grad()
+            return {name: grad for name, grad in found.items() if grad is not None}
+
+        expected = []
+        for documents in (one, other):
+            loss(documents).backward()
+            expected.append(grads())
+        first, second = loss(one), loss(other)
+        first.backward()
+        third = loss(one)
+        first_grads = grads()
+        second.backward()
+        second_grads = grads()
+        third.backward()
+        for found, known in ((first_grads, expected[0]), (second_grads, expected[1]), (grads(), expected[0])):
+            for name, grad in known.items():
+                torch.testing.assert_close(found[name], grad, msg=name)
         with pytest.raises(StateError, match="nobody knows which of them it is of"):
-            losses[0].backward()
+            (loss(one) + loss(other)).backward()
 
     on_two(work, lambda: Gpt(recomputes=True))
 

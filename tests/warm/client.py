@@ -23,13 +23,20 @@ def main(path, arguments):
     server.sendall(content)
     pid = told(server)
     for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP):
-        _signal.signal(number, lambda number, _: os.kill(pid, number))
+        _signal.signal(number, lambda number, _: pass_on(number, pid))
     status = os.waitstatus_to_exitcode(told(server))
     if status < 0:
         if status in (-_signal.SIGINT, -_signal.SIGTERM, -_signal.SIGHUP):
             _signal.signal(-status, _signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def pass_on(number, pid):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it has ended by itself, which the server is about to say
 
 
 def told(server):

@@ -27,6 +27,7 @@ from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_lay
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import StageRehearsal, rehearse
+from shardwise.sequence import rehearsed_by
 from shardwise.sharding import boxes_for, rows_for, split_of
 from shardwise.storage import LabelledTable, Ranks, Unit, UnitChoice, choose_units, make_unit, unit_spec, within_budget
 from shardwise.telemetry import ByteMeter, Ledger
@@ -129,12 +130,11 @@ def activations_of(
     sends there along model axes; under a pipeline what each stage of the rank with most parameters holds.
 
     Runs the file and the callable, and the model's forward on tensors without values, which claim to be on a GPU if
-    this machine has one.
+    this machine has one. Where sequences are split the batch is a rank's part.
     """
-    if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
-        raise ConfigError(
-            f"Activations of sequences that are split over {SEQUENCE_AXIS!r} are not rehearsed yet. Leave out --batch."
-        )
+    splits_sequences = SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1
+    if splits_sequences and has_pipeline(mesh):
+        raise ConfigError("--batch counts stages or split sequences, not both. Leave it out.")
     if mesh.has_experts:
         raise ConfigError("Activations of experts that lie on several ranks are not rehearsed yet. Leave out --batch.")
     make = _loaded("--batch", source, "train.py:sample_batch")
@@ -151,7 +151,8 @@ def activations_of(
         line = Line(None, Group(AXIS, mesh.group(0, AXIS), 0), ledger)
         split.carry_out(line, Regions(line))
         model.__dict__["forward"] = _CountsAnew(model, ledger)
-    activations = rehearse(model, units, batch, device=device, compute=table.compute)
+    around = rehearsed_by(model, plan, mesh) if splits_sequences else None
+    activations = rehearse(model, units, batch, device=device, compute=table.compute, around=around)
     return (activations,), sum(ledger.sent_bytes.values())
 
 

@@ -2,7 +2,7 @@
 (GShard, arXiv:2006.16668)."""
 
 from shardwise.experts.layer import Experts, MoE
-from shardwise.experts.router import Router, Routing, auxiliary_loss, refuse_losses, update_biases
+from shardwise.experts.router import Router, Routing, auxiliary_loss, check_routers, update_biases
 from shardwise.experts.split import AXIS, ExpertModule, ExpertSplit, expert_modules, expert_split
 from shardwise.experts.totals import RankTotal, share_totals
 
@@ -16,9 +16,9 @@ __all__ = [
     "Router",
     "Routing",
     "auxiliary_loss",
+    "check_routers",
     "expert_modules",
     "expert_split",
-    "refuse_losses",
     "share_totals",
     "update_biases",
 ]

@@ -26,7 +26,8 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_kernel(rows: Tensor, weights: Tensor) -> bool:
-    kinds = (torch.bfloat16, torch.float32) if rows.device.type == "cpu" else (torch.bfloat16,)
+    is_wide = rows.device.type == "cpu" and not torch.compiler.is_compiling()  # torch foresees bf16 alone
+    kinds = (torch.bfloat16, torch.float32) if is_wide else (torch.bfloat16,)
     widths = (weights.shape[1], weights.shape[2])
     return (
         rows.shape[0] > 0

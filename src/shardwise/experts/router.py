@@ -163,11 +163,18 @@ def update_biases(model: nn.Module) -> None:
         router.bias += router.bias_rate * torch.sign(counts.mean() - counts)
 
 
-def refuse_losses(model: nn.Module) -> None:
-    """Raise `ModelError` for a model whose routers have losses: of a pipeline the last stage would add its own."""
+def check_routers(model: nn.Module, *, in_stages: bool, is_compiled: bool) -> None:
+    """Raise `ModelError` for routers whose losses or loads would be wrong: those of a pipeline, of which the last stage
+    would add the losses of its own, and compiled ones, whose forwards may leave nothing beside their output."""
     for name, router in routers_of(model).items():
-        if router.balance_loss or router.z_loss:
+        has_loss = bool(router.balance_loss or router.z_loss)
+        if in_stages and has_loss:
             raise ModelError(
                 f"{name} has a balance_loss or z_loss, which the last stage of a pipeline would have to add, and it "
                 f"has its own routers alone. Balance with bias_rate instead, or leave pp out of the mesh."
+            )
+        if is_compiled and (has_loss or router.bias_rate):
+            raise ModelError(
+                f"{name} has a balance_loss, z_loss or bias_rate, for which a forward leaves something beside its "
+                f"output, and a compiled one does not. Leave out compile, or set them to 0."
             )

@@ -57,6 +57,7 @@ class AdoptedOptimizer:
         self.members = tuple(members)
         self._groups = {member: GroupsOfPieces(member, pieces_of(member, flats)) for member in members}
         self._host_adam = HostAdam()
+        self._stepping = self.members[0]
         self._by_units = {member: StepsByUnits(member) for member in members}
         self.pieces = [piece for groups in self._groups.values() for piece in groups.pieces]
         self._member_of = {piece.tensor: member for member, groups in self._groups.items() for piece in groups.pieces}
@@ -182,6 +183,10 @@ class AdoptedOptimizer:
 
     # -- the step ---------------------------------------------------------------------------------------
 
+    def begin(self, member: torch.optim.Optimizer) -> None:
+        """`member` has been asked for a step, and may take it."""
+        self._stepping = member
+
     def fetch_states(self, flat: Flat) -> None:
         """What lies on a disk of one flat buffer into host memory, where its pieces and their states are then."""
         flat.fetch_states()
@@ -222,11 +227,9 @@ class AdoptedOptimizer:
                     there.copy_(value)
                 state[key] = there
 
-    def update_flat(self, member: torch.optim.Optimizer, flat: Flat) -> None:
-        """Let `member` update the pieces of one flat buffer, apart from its step, which is to follow.
-
-        See [Note: steps by units] in `by_units.py`.
-        """
+    def update_flat(self, flat: Flat) -> None:
+        """Let it update the pieces of one flat buffer, before its own step: see [Note: steps by units]."""
+        member = self._stepping
         pieces = [piece for piece in self._groups[member].pieces if piece.flat is flat]
         with self._pieces_listed(member):
             if self._offer(pieces):

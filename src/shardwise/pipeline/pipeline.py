@@ -106,6 +106,11 @@ class Pipeline:
         return self._collectives.exchange(message, self._line, "stages")
 
     @property
+    def line(self) -> Line:
+        """The ranks that have the stages."""
+        return Line(self._collectives, self._line)
+
+    @property
     def halves_backwards(self) -> bool:
         """Whether the schedule has backwards in two halves; see [Note: two halves] in `weight_grads.py`."""
         return self._weights is not None
@@ -232,7 +237,7 @@ class Pipeline:
             for number, part in enumerate(parts)
             for name, tensor in named_tensors(part.args, part.kwargs).items()
         }
-        require_same_batch(named, Line(self._collectives, self._line))
+        require_same_batch(named, self.line)
 
     # -- the end of a step ------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ soon as autograd hands them over. What follows a recomputation (activation check
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from shardwise.storage import FullState, Unit, torch_dtype
 Loss = Callable[[Any], torch.Tensor]
 Take = Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
 """Makes the arguments of a forward, which are then their taker's alone."""
+Around = Callable[[nn.Module], AbstractContextManager[None]]
 Work = Callable[[Take, LivingBytes], None]
 """A forward and backward on some arguments, while bytes are counted."""
 PROCESS_BYTES = 2**25
@@ -60,6 +62,7 @@ def rehearse(
     device: torch.device,
     compute: Dtype,
     loss: Loss | None = None,
+    around: Around | None = None,
 ) -> Activations:
     """The activations of one forward and backward of `model` on `batch`; neither is changed, no other rank is asked.
 
@@ -67,25 +70,30 @@ def rehearse(
     shapes and dtypes count, and its integers. What is sent back is `loss(output)`; without `loss` the output itself if
     it is a tensor, or its `loss`, or else the sum of its floating-point tensors. As in `loss = model(...)`, the rest of
     the output is dropped before the backward. `units` are those of the model, whose parameters may be on the meta
-    device.
+    device. `around` is entered with the twin of the model while that computes.
 
     Raises `ModelError` for a model that asks for values of floating-point tensors, or that fails on the batch, and
     `ConfigError` for a `batch` of another kind.
     """
 
     def prepare(twin: Twin) -> Work:
-        return partial(_back_and_forth, twin.model, loss or loss_in)
+        return partial(_back_and_forth, twin.model, loss or loss_in, around or _nothing_around)
 
     return rehearse_work(prepare, model, units, batch, device=device, compute=compute)
 
 
-def _back_and_forth(model: nn.Module, loss: Loss, take: Take, _: LivingBytes) -> None:
-    args, kwargs = take()
-    result = loss(model(*args, **kwargs))
-    del args, kwargs
-    if not result.requires_grad:
-        raise ModelError("The loss depends on no trained parameter, so that there is no backward to rehearse.")
-    (result if result.numel() == 1 else result.sum()).backward()  # type: ignore[no-untyped-call]  # torch's own
+def _nothing_around(_: nn.Module) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _back_and_forth(model: nn.Module, loss: Loss, around: Around, take: Take, _: LivingBytes) -> None:
+    with around(model):
+        args, kwargs = take()
+        result = loss(model(*args, **kwargs))
+        del args, kwargs
+        if not result.requires_grad:
+            raise ModelError("The loss depends on no trained parameter, so that there is no backward to rehearse.")
+        (result if result.numel() == 1 else result.sum()).backward()  # type: ignore[no-untyped-call]  # torch's own
 
 
 def rehearse_work(

@@ -17,7 +17,8 @@ from shardwise.comm import Communicator, Group, Work
 from shardwise.errors import CommError, ProgramError
 from shardwise.placement import Axes, Span
 from shardwise.program import Action, adds_in_place, reduce_due, step_gradients
-from shardwise.storage import Copy, Flat, FreshGradients, FullState, torch_dtype
+from shardwise.runtime.reduction import Reduction, staging_bytes
+from shardwise.storage import Flat, FullState, torch_dtype
 
 Tensor = torch.Tensor
 
@@ -40,7 +41,7 @@ class Mover:
         self._arriving: Work | None = None
         self._outgoing: Tensor | None = None
         """On the host, the cast of what was updated there, while it is fetched."""
-        self._reduction: _Reduction | None = None
+        self._reduction: Reduction | None = None
         self._chain = reduce_due(flat.spec)
         self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
         """Whether gradients wait just as the update needs them, so that nothing moves at the step."""
@@ -141,7 +142,7 @@ class Mover:
 
     def cast_outgoing(self, _: Action) -> None:
         """What has been updated on the host, as it is to travel."""
-        master, dtype = self._updated(), torch_dtype(self.flat.spec.table.param.dtype)
+        master, dtype = self.flat.require_master(), torch_dtype(self.flat.spec.table.param.dtype)
         self._outgoing = self.flat.host.buffer(master.numel(), dtype)
         self._outgoing.copy_(master)
 
@@ -152,11 +153,7 @@ class Mover:
 
     def fetch_updated(self, _: Action) -> None:
         """The same of what has been updated as it is."""
-        self._bring(self._updated())
-
-    def _updated(self) -> Tensor:
-        assert self.flat.master is not None
-        return self.flat.master
+        self._bring(self.flat.require_master())
 
     def _bring(self, source: Tensor) -> None:
         span = self.flat.optim_span.within(self.flat.param_span)
@@ -201,7 +198,7 @@ class Mover:
         else:
             out = flat.grads.sum_memory(numel, dtype)
         work = self._collectives.reduce_scatter(out, source, group, self._wire, self._name)
-        reduction.start(out, work, self._staging_bytes(action, source, group))
+        reduction.start(out, work, staging_bytes(action, source, len(group.ranks), self._wire))
 
     def all_reduce_grad(self, action: Action) -> None:
         """Start to sum over one axis; each rank gets all of it."""
@@ -214,7 +211,7 @@ class Mover:
         else:
             out = self.flat.grads.sum_memory(source.numel(), dtype)
         work = self._collectives.all_reduce(out, source, group, self._wire, self._name)
-        reduction.start(out, work, self._staging_bytes(action, source, group))
+        reduction.start(out, work, staging_bytes(action, source, len(group.ranks), self._wire))
 
     def cast_grad(self, action: Action) -> None:
         reduction = self._sum(action)
@@ -253,27 +250,27 @@ class Mover:
             reduction.land()
             self.flat.grads.keep_due(due)
 
-    def _sum(self, action: Action) -> _Reduction:
+    def _sum(self, action: Action) -> Reduction:
         """What gradients have been summed to so far; at first, where the action's subject has them from."""
         if self._reduction is None:
             self._reduction = self._of_backward() if action.subject == "grad" else self._of_waiting()
         return self._reduction
 
-    def _of_backward(self) -> _Reduction:
+    def _of_backward(self) -> Reduction:
         fresh = self.flat.grads.open_fresh()
-        return _Reduction(fresh.memory, self.flat, fresh)
+        return Reduction(fresh.memory, self.flat, fresh)
 
-    def _of_waiting(self) -> _Reduction:
+    def _of_waiting(self) -> Reduction:
         source = self.flat.grads.take_grad()
         if source is None:  # no backward reached this buffer here, but others may wait for our part
             numel, dtype = self.flat.grads.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
             source = self.flat.grads.sum_memory(numel, dtype).zero_()
-        return _Reduction(source, self.flat, None)
+        return Reduction(source, self.flat, None)
 
-    def _dtype_of(self, action: Action, reduction: _Reduction) -> torch.dtype:
+    def _dtype_of(self, action: Action, reduction: Reduction) -> torch.dtype:
         return torch_dtype(action.dtype) if action.dtype != "-" else reduction.current.dtype
 
-    def _ended(self, reduction: _Reduction) -> Tensor:
+    def _ended(self, reduction: Reduction) -> Tensor:
         """What a reduction has come to, once its last step is done."""
         reduction.wait()
         self._reduction = None
@@ -313,15 +310,6 @@ class Mover:
         if self.flat.state is FullState.GATHERING:
             self.flat.state = FullState.READY
 
-    def _staging_bytes(self, action: Action, source: Tensor, group: Group) -> int:
-        """What the collective holds besides: the others' chunks, and ours if they are cast to be sent.
-
-        For an all-reduce one more chunk, so that the same figure covers a sum that is not made in place.
-        """
-        copies = 1 if source.dtype == self._wire else 2
-        num_chunks = len(group.ranks) - (action.verb != "all_reduce")
-        return copies * num_chunks * (source.numel() // len(group.ranks)) * self._wire.itemsize
-
     def _part_of_full(self, shard: Axes) -> Tensor:
         """What this rank has of `full` under `shard`. Bytes come and go, but the tensor stays, so it is made once."""
         part = self._parts_of_full.get(shard)
@@ -334,68 +322,3 @@ class Mover:
         if span is None:
             span = self._spans[shard] = self.flat.spec.layout.span(shard, self._coordinate)
         return tensor[span.start : span.stop]
-
-
-class _Reduction:
-    """A gradient on its way: what has been summed so far, and the collective that is under way."""
-
-    def __init__(self, source: Tensor, flat: Flat, fresh: FreshGradients | None) -> None:
-        self.current = source
-        self._flat = flat
-        self._fresh = fresh
-        """What `current` is the memory of, as long as it is that of fresh gradients."""
-        self._meter = flat.meter
-        self._meter.hold("working", flat.grads.bytes_beside_grad_buffer(source))
-        self._next: Tensor | None = None
-        self._work: Work | None = None
-        self._staging_bytes = 0
-        self._is_replaced = False
-        """Whether what is on its way takes the place of `current`, byte for byte."""
-        self.landing: Copy | None = None
-        """What has brought `current` to the host, where its memory is counted."""
-        self.num_started = 0
-
-    def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
-        beside = self._flat.grads.bytes_beside_grad_buffer
-        is_alike = (out.numel(), beside(out)) == (self.current.numel(), beside(self.current))
-        self._is_replaced = out is self.current or is_alike
-        if not self._is_replaced:
-            self._meter.hold("working", beside(out))
-        self._meter.hold("working", staging_bytes)
-        self._next, self._work, self._staging_bytes = out, work, staging_bytes
-        self.num_started += 1
-
-    def leave(self, out: Tensor, landing: Copy) -> None:
-        """`out`, on the host, is what comes of it."""
-        self._next = out
-        self._work = self.landing = landing
-        self._staging_bytes, self._is_replaced = 0, False
-        self.num_started += 1
-
-    def land(self) -> None:
-        """Block until it is on the host, if that is where it goes."""
-        if self.landing is not None:
-            self.landing.land()
-
-    def wait(self) -> None:
-        if self._work is None or self._next is None:
-            return
-        self._work.wait()
-        self._meter.drop("working", self._staging_bytes)
-        if not self._is_replaced:
-            self._meter.drop("working", self._flat.grads.bytes_beside_grad_buffer(self.current))
-            if self._fresh is not None:
-                self._flat.grads.take_back(self._fresh)
-        self._fresh = None
-        self.current, self._next, self._work = self._next, None, None
-
-    def finish(self, cast: Tensor) -> None:
-        beside = self._flat.grads.bytes_beside_grad_buffer
-        self._meter.hold("working", beside(cast) - beside(self.current))
-        self.current, self._fresh = cast, None
-        self.num_started += 1
-
-    def release(self) -> None:
-        """From here on whoever takes `current` counts its bytes."""
-        if self.landing is None:
-            self._meter.drop("working", self._flat.grads.bytes_beside_grad_buffer(self.current))

@@ -4,6 +4,7 @@ from shardwise.sequence.blocks import Weighing
 from shardwise.sequence.check import check_model
 from shardwise.sequence.layout import Layout
 from shardwise.sequence.parallel import SequenceParallel
+from shardwise.sequence.rehearsed import rehearsed_by
 from shardwise.sequence.ring import ring_attention
 from shardwise.sequence.ulysses import ulysses_attention
 from shardwise.sequence.visibility import Visibility
@@ -14,6 +15,7 @@ __all__ = [
     "Visibility",
     "Weighing",
     "check_model",
+    "rehearsed_by",
     "ring_attention",
     "ulysses_attention",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ from shardwise.sequence.visibility import Visibility
 Tensor = torch.Tensor
 
 
+_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """What is known of the batch whose tokens are computed: where they lie, and which of them belong together."""
@@ -31,6 +35,11 @@ class Sample:
         """Whether attention over the two is split in the same way."""
         plain = self.documents is None is other.documents and self.kept is None is other.kept
         return self is other or (plain and self.layout == other.layout)
+
+    def rows(self, place: int, num: int) -> Sample:
+        """Of rows that are cut into `num` micro-batches, those of the one at `place`."""
+        documents, kept = (None if one is None else one.chunk(num)[place] for one in (self.documents, self.kept))
+        return Sample(self.layout, documents, kept)
 
 
 class Asked(NamedTuple):
@@ -53,11 +62,10 @@ class Attention:
         """Of the batch that was split last."""
         self.num_calls = 0
         """How often it was asked for."""
-        self.will_go_back = False
-        """Whether the forward that runs may be sent back: whether it was entered with gradients."""
-        self._waiting: list[Sample] = []
-        """Samples of forwards whose backward may be still to come, where they differ."""
-        self._has_gone_back = False
+        self._going_back: list[Sample] = []
+        """Of the forwards that take part in the backward that runs, or ran last, where they differ."""
+        self._backward = -1
+        """The number that autograd gave to that."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked, *, recomputed: bool) -> Tensor:
         """Like `scaled_dot_product_attention` over the whole sequence, for this rank's tokens.
@@ -83,8 +91,6 @@ class Attention:
                 out = ring_attention(query, key, value, *whole)
             else:
                 out = ulysses_attention(query, key, value, *whole, dropout)
-        if out.requires_grad:
-            out.register_hook(self._note_backward)  # type: ignore[no-untyped-call]  # torch's own
         return out
 
     def _sample_of(self, query: Tensor, key: Tensor, *, recomputed: bool) -> Sample:
@@ -94,8 +100,6 @@ class Attention:
                 f"This model's sequences are split over the {self.line.num_ranks} ranks of axis {self.line.axis!r}, "
                 f"but no batch was. Call batch = engine.split_sequence(batch) before the forward."
             )
-        if self.will_go_back and not recomputed:
-            self._note(sample)
         if not query.shape[-2] == key.shape[-2] == sample.layout.num_local:
             raise ModelError(
                 f"Attention of {query.shape[-2]} queries to {key.shape[-2]} keys, but engine.split_sequence gave this "
@@ -104,23 +108,22 @@ class Attention:
             )
         return sample
 
-    def _note(self, sample: Sample) -> None:
-        if self._has_gone_back:
-            self._waiting, self._has_gone_back = [], False
-        if not any(sample.goes_with(other) for other in self._waiting):
-            self._waiting.append(sample)
-
-    def _note_backward(self, _: Tensor) -> None:
-        self._has_gone_back = True
+    def go_back(self, sample: Sample) -> None:
+        """A gradient of what a forward over `sample` returned is about to be used."""
+        backward = _graph_task_id()
+        if backward != self._backward:
+            self._backward, self._going_back = backward, []
+        if not any(sample.goes_with(other) for other in self._going_back):
+            self._going_back.append(sample)
 
     def _recomputed(self) -> Sample | None:
-        """Of the forward that is run again in a backward; whose it is nobody says, so there may be one kind only."""
-        if len(self._waiting) > 1:
+        """Of the forward that is run again in a backward. Whose it is nobody says where several are sent back."""
+        if len(self._going_back) > 1:
             raise StateError(
-                "A forward is recomputed in a backward, after batches of other lengths, documents or padding were "
-                "split, and nobody knows which of them it is of. Send each batch back before the next is split."
+                "A forward is recomputed in a backward that goes through batches of different lengths, documents or "
+                "padding, and nobody knows which of them it is of. Call backward for each by itself."
             )
-        return self._waiting[0] if self._waiting else self.sample
+        return self._going_back[0] if self._going_back else self.sample
 
 
 def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

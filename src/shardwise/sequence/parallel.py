@@ -12,8 +12,8 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,16 +23,18 @@ from shardwise.comm import Line, World
 from shardwise.config import Plan
 from shardwise.errors import ModelError, StateError
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
+from shardwise.micro_batches import MicroBatch
 from shardwise.runtime import in_backward
 from shardwise.runtime.nested import tensors_in
 from shardwise.sequence import hugging_face
 from shardwise.sequence.attention import Attention, Sample
 from shardwise.sequence.batch import Splitter
 from shardwise.sequence.check import is_ring
+from shardwise.sequence.rehearsed import rehearsed
 from shardwise.sequence.routing import Routing
 
 Tensor = torch.Tensor
-_NUM_REMEMBERED = 128
+_NUM_REMEMBERED = 1024
 """Of so many tensors it is known which batch they are of."""
 
 
@@ -42,7 +44,10 @@ class SequenceParallel:
     `close` leaves the model as it was.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, world: World, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, mesh: Mesh, world: World, device: torch.device, *, in_stages: bool = False
+    ) -> None:
+        """`in_stages`: a forward of `model` is that of one pipeline stage."""
         self._line = Line(world.collectives(device), world.group(mesh, SEQUENCE_AXIS))
         num_cuts = math.prod(mesh.size(axis) for axis in mesh.same_params_axes)  # some of the heads are elsewhere
         ring = is_ring(model, plan, self._line.num_ranks * num_cuts)
@@ -53,6 +58,9 @@ class SequenceParallel:
         self._numbering = None if hugging_face.pretrained_in(model) else model
         self._running = _Running()
         self._is_suspended = False
+        self._in_stages = in_stages
+        self._is_checked = False
+        """Whether it is known that some stage asks for attention."""
         self._hooks = ExitStack()
         for module in model.modules():
             before = module.register_forward_pre_hook(self._before, prepend=True)
@@ -76,6 +84,13 @@ class SequenceParallel:
         self.attention.sample = sample
         return part
 
+    def note_micro_batches(self, batch: object, parts: Sequence[MicroBatch]) -> None:
+        """`parts` have the rows of `batch`, one after the other."""
+        sample = self._given.sample_of(batch)
+        if sample is not None and len(parts) > 1:
+            for place, part in enumerate(parts):
+                self._given.note((part.args, part.kwargs), batch, sample.rows(place, len(parts)))
+
     def mean_over_tokens(self, values: Tensor, counted: Tensor | None) -> Tensor:
         """See `Engine.mean_over_tokens`."""
         if counted is not None:
@@ -94,6 +109,10 @@ class SequenceParallel:
         finally:
             self._is_suspended = False
             self._put_back = hugging_face.route(self._model, self.attention)
+
+    def rehearsed(self, twin: nn.Module) -> AbstractContextManager[None]:
+        """Inside, attention of a twin of the model is as here, and nothing is sent."""
+        return rehearsed(twin, self._line, is_ring=self.attention.is_ring)
 
     # -- around whatever of the model is called ---------------------------------------------------------
 
@@ -128,20 +147,35 @@ class SequenceParallel:
             return
         stack, running.stack = running.stack, None
         stack.close()
-        if module is self._model and output is not None and not in_backward():
-            self._check_was_asked()
+        if not in_backward():
+            self._watch(output)
+        if module is self._model and output is not None and not (self._in_stages or in_backward()):
+            self._require_asked(self.attention.num_calls)
 
     def _enter(self, stack: ExitStack, module: nn.Module) -> None:
         if not in_backward():
-            self.attention.will_go_back = torch.is_grad_enabled()
-            if module is self._model:
+            if module is self._model and not self._in_stages:
                 self.attention.num_calls = 0
             if module.training:
                 stack.enter_context(_drawing_apart(self._line.place, self._device))
         stack.enter_context(Routing(self.attention, self._numbering))
 
-    def _check_was_asked(self) -> None:
-        if self.attention.num_calls == 0:
+    def _watch(self, output: object) -> None:
+        """Know by the gradients of `output` when this forward is sent back: what recomputes it is of its sample."""
+        sample = self.attention.sample
+        nodes = {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
+        for node in nodes if sample is not None else ():
+            node.register_prehook(lambda _, of=sample: self.attention.go_back(of))
+
+    def check_was_asked(self, stages: Line) -> None:
+        """Raise `ModelError` if no stage has asked for attention; once. All ranks of the pipeline call."""
+        if not self._is_checked:
+            self._is_checked = True
+            asked = max(map(int, stages.told(str(int(self.attention.num_calls > 0)).encode())))
+            self._require_asked(asked)
+
+    def _require_asked(self, num_calls: int) -> None:
+        if num_calls == 0:
             raise ModelError(
                 f"{type(self._model).__name__} computed a forward without any attention that could be split over "
                 f"{self._line.axis!r}: neither torch.nn.functional.scaled_dot_product_attention nor transformers' "

@@ -132,6 +132,11 @@ class Flat:
         """The host's memory, which there is where the table has a row there."""
         return self.grads.require_host()
 
+    def require_master(self) -> Tensor:
+        """What the optimizer updates, of a buffer that is trained."""
+        assert self.master is not None
+        return self.master
+
     def land(self) -> None:
         """Block until no copy reads what rests on the host."""
         self.reading.land()

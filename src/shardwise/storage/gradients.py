@@ -62,6 +62,8 @@ class FlatGradients:
     def _prepare(self) -> None:
         """How gradients come in: cast, averaged over the ranks, each to its place."""
         spec, table = self.spec, self.spec.table
+        waiting: tuple[Buffer, ...] = ("grad", "due")
+        self._below = frozenset(buffer for buffer in waiting if spec.tier_of(buffer) != "device")
         self._waits_as_fresh = not reduce_due(spec)
         self._wire = torch_dtype(table.wire)
         self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
@@ -227,7 +229,7 @@ class FlatGradients:
         return self.host
 
     def _is_below(self, buffer: Buffer) -> bool:
-        return self.spec.tier_of(buffer) != "device"
+        return buffer in self._below
 
     def _hold(self, buffer: Buffer, kind: str, tensor: Tensor) -> None:
         """Count what lies on the device; the host's memory counts its own."""

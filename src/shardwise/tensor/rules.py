@@ -42,27 +42,13 @@ def cuts_for(model: nn.Module, wishes: TensorParallel, apart: Collection[str] = 
     """
     rules = _own_rules(model, apart) if wishes.plan is None else _asked(wishes.plan)
     modules = dict(model.named_modules())
-    chosen: dict[str, TensorRule] = {}
-    for pattern, rule in rules.items():
-        fitting = list(_fitting(pattern, modules))
-        if not fitting and wishes.plan is not None:
-            raise ConfigError(
-                f"The plan's tensor.plan has the pattern {pattern!r}, which fits no module. {nearest(pattern, modules)}"
-            )
-        for path in fitting:
-            chosen[path] = rule
+    chosen = _matched(rules, modules, must_fit=wishes.plan is not None)
     config = config_of(model)
     chosen |= _tied(chosen, modules)
-    wrappers = {path: rule for path, rule in chosen.items() if is_adapted(modules[path])}
-    if wrappers and wishes.sequence:
-        raise ModelError(
-            f"{next(iter(wrappers))} has adapters, which tensor.sequence cannot cut. Leave it out of the plan."
-        )
-    inside = {path: rules_inside(path, modules[path], rule) for path, rule in wrappers.items()}
-    wrapper_of = {path: wrapper for wrapper, rules in inside.items() for path in rules}
-    chosen = {path: rule for path, rule in chosen.items() if path not in wrappers}
-    for rules in inside.values():
-        chosen |= rules
+    chosen, wrapper_of = _inside_wrappers(chosen, modules)
+    if wrapper_of and wishes.sequence:
+        wrapper = next(iter(wrapper_of.values()))
+        raise ModelError(f"{wrapper} has adapters, which tensor.sequence cannot cut. Leave it out of the plan.")
     if wishes.cut_logits:
         chosen |= dict.fromkeys(head_of(model)[:1], TensorRule("vocabulary_cut"))
     cuts = [
@@ -74,6 +60,35 @@ def cuts_for(model: nn.Module, wishes: TensorParallel, apart: Collection[str] = 
             f"The plan's tensor.plan cuts no module of {type(model).__name__}; give it patterns of modules."
         )
     return cuts
+
+
+def _matched(
+    rules: Mapping[str, TensorRule], modules: Mapping[str, nn.Module], *, must_fit: bool
+) -> dict[str, TensorRule]:
+    """The rule of each module that a pattern fits, the last one."""
+    chosen: dict[str, TensorRule] = {}
+    for pattern, rule in rules.items():
+        fitting = list(_fitting(pattern, modules))
+        if must_fit and not fitting:
+            raise ConfigError(
+                f"The plan's tensor.plan has the pattern {pattern!r}, which fits no module. {nearest(pattern, modules)}"
+            )
+        chosen |= dict.fromkeys(fitting, rule)
+    return chosen
+
+
+def _inside_wrappers(
+    chosen: Mapping[str, TensorRule], modules: Mapping[str, nn.Module]
+) -> tuple[dict[str, TensorRule], dict[str, str]]:
+    """The rules, with those of what is inside in the place of those of modules that adapters are wrapped around; and
+    what is inside of which wrapper."""
+    rules: dict[str, TensorRule] = {}
+    wrapper_of: dict[str, str] = {}
+    for path, rule in chosen.items():
+        inside = rules_inside(path, modules[path], rule) if is_adapted(modules[path]) else {}
+        rules |= inside or {path: rule}
+        wrapper_of |= dict.fromkeys(inside, path)
+    return rules, wrapper_of
 
 
 def head_of(model: nn.Module) -> tuple[str, nn.Module]:

@@ -1,0 +1,135 @@
+"""Stages whose sequences are split: each rank has its tokens of what its stage computes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from sequences import TOKENS, Batch, Gpt, Run, assert_same, whole_run
+from sequences import batches as gpt_batches
+from test_sequence_transformers import batches, built, gpt2, llama, own_loss
+from torch import Tensor, nn
+from torch.nn import functional
+from twins import adamw
+
+import shardwise as sw
+from shardwise.errors import ModelError
+from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(4)
+
+
+def staged_run(model: nn.Module, data: list[Batch], mesh: dict[str, int], train: Any, **plan: Any) -> list[Run]:
+    """What every rank says of training by `train(engine, its rows of a batch)`."""
+    num_ranks = math.prod(mesh.values())
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    names = [name for name, _ in model.named_parameters()]
+
+    def rank(world: sw.World) -> Run:
+        mine, run = models[world.rank], Run()
+        with sw.shard(mine, {"mesh": mesh, **plan}, optimizer=adamw(mine), world=world) as engine:
+            share, num_shares = engine.data_ranks
+            for batch in data:
+                rows = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
+                run.losses.append(engine.mean(train(engine, rows).item()))
+                grads = {name: engine.get(name, "grad") for name in names}
+                run.grads.append({name: grad for name, grad in grads.items() if grad is not None})
+                run.norms.append(float(engine.step() or 0.0))
+            run.params = engine.state_dict()
+        return run
+
+    return run_ranks(num_ranks, rank)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("build", "preset", "mesh", "schedule", "attention"),
+    [
+        (llama, "zero3", {"pp": 2, "sp": 2}, "1f1b", "ring"),
+        (llama, "zero1", {"pp": 2, "dp": 2, "sp": 2}, "1f1b", "ulysses"),
+        (llama, "zero2", {"sp": 2, "pp": 2}, "gpipe", "ulysses"),
+        (gpt2, "zero2", {"sp": 2, "pp": 2}, "zb-h1", "ring"),
+        (llama, "ddp", {"pp": 2, "sp": 3}, "1f1b", "ring"),
+        (llama, "zero1", {"pp": 2, "tp": 2, "sp": 2}, "1f1b", "ring"),
+    ],
+    ids=lambda one: "x".join(f"{axis}{size}" for axis, size in one.items()) if isinstance(one, dict) else None,
+)
+def test_a_model_of_transformers_is_given_whole_batches(
+    build: Any, preset: str, mesh: dict[str, int], schedule: str, attention: str, recomputes: bool
+) -> None:
+    """By its own loss; labels that do not count are not spread evenly over the ranks."""
+    model, data = built(build), batches(3)
+    if recomputes:
+        model.activation_checkpointing_enable()
+    model.train()
+    plan = {"preset": preset, "accumulate": 2, "pipeline": {"schedule": schedule}, "sequence": {"attention": attention}}
+    twin = whole_run(model, data, loss_of=own_loss, accumulate=2)
+    for run in staged_run(model, data, mesh, lambda engine, rows: engine.forward_backward(rows), **plan):
+        assert_same(run, twin)
+
+
+def packed_loss(model: Any, batch: Batch, documents: Tensor) -> Tensor:
+    """Of a plain model, one document after the other, row by row."""
+    losses = []
+    for row, numbers in enumerate(documents):
+        for number in numbers.unique():
+            at = (numbers == number).nonzero()[:, 0]
+            part = {name: value[row : row + 1, at] for name, value in batch.items()}
+            logits = model(part["input_ids"], part["position_ids"]).flatten(0, 1)
+            losses.append(functional.cross_entropy(logits, part["labels"].flatten(), reduction="none"))
+    return torch.cat(losses).mean()
+
+
+DOCUMENTS = torch.tensor([[0] * cut + [1] * (TOKENS - cut) for cut in (3, 9, 16, 5)])
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("mesh", [{"sp": 2}, {"pp": 2, "sp": 2}], ids=["sp", "pp-sp"])
+def test_micro_batches_have_documents_of_their_own(mesh: dict[str, int], attention: str, recomputes: bool) -> None:
+    """A split batch is cut into micro-batches, of which several are under way: each is recomputed as what it was."""
+    torch.manual_seed(0)
+    model, data = Gpt(num_blocks=3, recomputes=recomputes), gpt_batches(2)
+
+    def train(engine: sw.Engine, rows: Batch) -> Tensor:
+        part = engine.split_sequence(rows, documents=DOCUMENTS)
+        labels = part.pop("labels")
+        return engine.forward_backward(
+            part, labels, loss_fn=lambda out, y: functional.cross_entropy(out.flatten(0, 1), y.flatten())
+        )
+
+    def loss_of(plain: Any, batch: Batch) -> Tensor:
+        return packed_loss(plain, batch, DOCUMENTS)
+
+    twin = whole_run(model, data, loss_of=loss_of)
+    plan = {"preset": "zero2", "accumulate": 4, "sequence": {"attention": attention}}
+    for run in staged_run(model, data, mesh, train, **plan):
+        assert_same(run, twin)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_stages_none_of_which_has_attention_are_told() -> None:
+    models = [Plain() for _ in range(4)]
+
+    def rank(world: sw.World) -> None:
+        plan = {"preset": "zero1", "mesh": {"pp": 2, "sp": 2}, "accumulate": 2}
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            part = engine.split_sequence(torch.ones(2, 4, 8))
+            engine.forward_backward(part, loss_fn=lambda out: out.square().mean())
+
+    with pytest.raises(ModelError, match=r"Plain computed a forward without any attention that could be split"):
+        run_ranks(4, rank)

@@ -1,0 +1,80 @@
+"""What split sequences are promised to hold, against what a step makes and keeps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import small_transformers
+import torch
+from sequences import Gpt
+from torch import nn
+from twins import VOCAB, adamw
+
+import shardwise as sw
+from shardwise.program import Footprint
+from shardwise.rehearsal.living import LivingBytes
+from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(3)
+
+Tensor = torch.Tensor
+ROWS, TOKENS, NUM_RANKS = 4, 128, 2
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return logits.float().square().mean()
+
+
+def promised_and_made(model: nn.Module, attention: str, batch: dict[str, Tensor]) -> list[tuple[Footprint, int]]:
+    """For each rank what it was promised, and the most bytes that lived at once of what its third step made."""
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
+    plan = {"preset": "zero1", "mesh": {"sp": NUM_RANKS}, "sequence": {"attention": attention}}
+
+    def rank(world: sw.World) -> tuple[Footprint, int]:
+        mine = models[world.rank]
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            part = engine.split_sequence(batch)
+
+            def step() -> None:
+                output = engine(**part)
+                engine.backward(loss_of(output) if isinstance(output, Tensor) else output.loss)
+                del output
+                engine.step()
+
+            promised = engine.rehearse(part, loss=None if "labels" in batch else loss_of)
+            step()
+            step()
+            world.barrier()
+            there = [one for one in gc.get_objects() if type(one) is Tensor]
+            there += [flat.full for flat in engine._sharded.flats if flat.full is not None]
+            world.barrier()
+            living = LivingBytes(there)
+            with living:
+                step()
+            return promised, living.peak_bytes
+
+    return run_ranks(NUM_RANKS, rank)
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_what_a_rank_holds_of_its_tokens_is_promised(attention: str, recomputes: bool) -> None:
+    torch.manual_seed(0)
+    model = Gpt(recomputes=recomputes, tokens=TOKENS)
+    tokens = torch.randint(0, VOCAB, (ROWS, TOKENS))
+    batch = {"input_ids": tokens, "position_ids": torch.arange(TOKENS).expand(ROWS, -1)}
+    for promised, made in promised_and_made(model, attention, batch):
+        held = promised.total - promised.process - promised.param - promised.optim
+        assert 0.85 * held <= made <= 1.05 * held
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "ring"])
+def test_a_model_of_transformers_is_rehearsed_without_a_message(attention: str) -> None:
+    model = small_transformers.llama()
+    tokens = torch.randint(0, model.config.vocab_size, (ROWS, 32))
+    for promised, made in promised_and_made(model, attention, {"input_ids": tokens, "labels": tokens}):
+        held = promised.total - promised.process - promised.param - promised.optim
+        assert 0.7 * held <= made <= 1.1 * held
