@@ -337,6 +337,8 @@ class ShardedModel:
     # -- the optimizer's step, whoever asks for it ------------------------------------------------------
 
     def _before_step(self, member: torch.optim.Optimizer) -> None:
+        if self.disk is not None:
+            self.disk.require_whole()
         self.world.journal.mark(hyper_digest(member))  # the next collective will compare
         self.progress.gradient_norm = self.gradients.norm_before_clipping()
         optimizer = self.require_optimizer()

@@ -235,8 +235,13 @@ def lay(
         staged.take_from(optimizers)
         designed = designed.of_stages(staged)
         updates = {param: update for param, update in updates.items() if param in staged.params}
-    sharding = replace(designed.carry_out(world, values.device, updates, disk), staged=staged)
-    values.settle(sharding.units)
+    try:
+        sharding = replace(designed.carry_out(world, values.device, updates, disk), staged=staged)
+        values.settle(sharding.units)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
     carry_out_experts(model, designed, world, values.device)
     if designed.split is not None:
         carry_out_split(model, designed.split, mesh, world, values.device)

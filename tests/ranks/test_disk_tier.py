@@ -22,6 +22,8 @@ ROWS: list[tuple[str, int, dict[str, Any]]] = [
     ("zero2", 2, {"optim": DISK}),
     ("zero3", 2, {"optim": DISK, "grad": HOST, "param": HOST}),
     ("infinity", 1, {}),
+    *((name, 2, {"optim": DISK}) for name in ("ddp", "zero1", "zero3-kept")),
+    *((name, 4, {"optim": DISK, **rows}) for name in ("hsdp", "hpz") for rows in ({}, {"grad": HOST, "param": HOST})),
 ]
 
 
@@ -58,7 +60,7 @@ def test_trains_like_the_plain_model_and_holds_what_was_promised(
         batches(NUM_STEPS, rows=12),
         preset,
         num_ranks,
-        None,
+        {"node": 2, "local": 2} if num_ranks == 4 else None,
         after=report,
         shares_memory=shares_memory,
         clip_grad_norm=CLIP,
@@ -166,3 +168,37 @@ def test_everything_that_reads_and_writes_states(model: Transformer, tmp_path: P
     for on_host, on_disk in zip(found["host"][1], found["disk"][1], strict=True):
         assert_equal(on_disk, on_host)
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_some_parameters_on_a_disk_and_several_optimizers(tmp_path: Path) -> None:
+    """By a rule, beside frozen, tied and unused ones; the same as with all of them on the device, but for rounding."""
+
+    def halves(model: Transformer) -> list[torch.optim.Optimizer]:
+        one, other = model.blocks[0], [model.blocks[1], model.tokens, model.positions, model.norm]
+        rest = [param for module in other for param in module.parameters()]
+        return [
+            torch.optim.AdamW([{"params": one.parameters()}, {"params": rest[:3], "lr": 1e-2}], lr=3e-3, eps=1e-5),
+            torch.optim.SGD(rest[3:], lr=0.05, momentum=0.9),
+        ]
+
+    torch.manual_seed(0)
+    model, data = Transformer(tied=True), batches(NUM_STEPS, rows=12)
+    model.blocks[2].requires_grad_(False)
+    model.blocks[0].register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    on_disk = {"params": ["blocks.*"], "rows": {"optim": DISK}}
+    found = []
+    for rules in ({}, {"wide": on_disk}):
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World, rules: Any = rules, replicas: Any = replicas) -> tuple[Any, Any]:
+            replica = replicas[world.rank]
+            plan = {"preset": "zero3", "rules": rules, "disk": str(tmp_path)}
+            with sw.shard(replica, plan, optimizer=halves(replica), world=world) as engine:
+                assert bool(engine.memory().promised_on_disk) == bool(rules)
+                return train(engine, data), engine.state_dict()
+
+        found.append(run_ranks(2, rank)[0])
+    (losses, params), (those, others) = found
+    assert losses == pytest.approx(those, rel=1e-6)
+    for name, values in params.items():
+        assert torch.allclose(values, others[name], rtol=0, atol=1e-5), name

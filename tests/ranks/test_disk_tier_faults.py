@@ -146,6 +146,8 @@ def test_a_disk_that_fails_in_a_step_loses_nothing_that_a_checkpoint_has(
                         train(engine, data[2:3])
                     with pytest.raises(StateError, match=r"A step failed .* Go on from the last checkpoint"):
                         engine.save(tmp_path / name)
+                    with pytest.raises(StateError, match=r"A step failed"):
+                        train(engine, data[3:])
                     fails[world.rank] = False
                     assert engine.resume(tmp_path / name) is not None
                 with pytest.raises(ConfigError, match="Leave out wait=False"):
