@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from shardwise.comm import DataGroup, Line, SharedBuffers, World
+from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
+from shardwise.cuts import Boxes, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
-from shardwise.experts import ExpertSplit, RankTotal, check_routers, expert_split, share_totals
+from shardwise.experts import ExpertSplit, check_routers, expert_split
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.pipeline import AXIS as STAGES
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
-from shardwise.placement import Box, Table, mesh_for, table_for, takes_local_size
+from shardwise.placement import Table, mesh_for, table_for, takes_local_size
 from shardwise.program import Update
 from shardwise.runtime import check_backend
 from shardwise.sequence import check_model as check_sequence
@@ -33,16 +34,14 @@ from shardwise.storage import (
     make_unit,
     open_disk,
     share,
-    tables_for,
     unit_spec,
     within_budget,
 )
 from shardwise.telemetry import ByteMeter
-from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, Verifier, draws, split_for
+from shardwise.tensor import AXIS, Split, Verifier
 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
-Boxes = Mapping[nn.Parameter, Box]
 
 
 @dataclass(frozen=True)
@@ -139,40 +138,6 @@ class Design:
         return replace(laid, experts=self.experts, disk=disk)
 
 
-def boxes_for(
-    model: nn.Module, mesh: Mesh, rank: int, split: Split | None, experts: ExpertSplit | None = None
-) -> Boxes:
-    """The parts that `rank` has of the parameters of `model`; none where no axis cuts or copies any."""
-    axes = mesh.same_params_axes
-    copies = mesh.among(rank, axes)
-    place = copies.index(rank)
-    own_experts = experts.boxes(len(copies), place) if experts is not None else {}
-    if not axes:
-        return own_experts
-    cut = split.boxes if split is not None else {}
-    for param in own_experts:
-        if param in cut:
-            name = next(name for name, one in model.named_parameters() if one is param)
-            raise ModelError(
-                f"tensor.plan cuts {name}, of which the ranks along {EXPERTS} have whole experts. Leave it out of "
-                f"tensor.plan, or {EXPERTS} out of the mesh."
-            )
-    whole = {param: Box.whole(param.shape, len(copies), place) for param in model.parameters()}
-    return {**whole, **cut, **own_experts}
-
-
-def rows_for(
-    model: nn.Module, plan: Plan, mesh: Mesh, experts: ExpertSplit | None
-) -> dict[nn.Parameter, LabelledTable]:
-    """The row of every parameter: those of experts are shared along all axes but `ep`."""
-    rows = tables_for(model, plan, mesh)
-    for param in experts.params if experts is not None else ():
-        row = rows[param]
-        label = f"{row.label}-{EXPERTS}" if row.label else EXPERTS
-        rows[param] = LabelledTable(label, row.table.without(EXPERTS))
-    return rows
-
-
 def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:
     """Raises `ConfigError` or `ModelError` for a plan that cannot be meant for this model on the ranks of `world`.
 
@@ -242,51 +207,12 @@ def lay(
         if disk is not None:
             disk.close()
         raise
-    carry_out_experts(model, designed, world, values.device)
+    carry_out_experts(model, designed.experts, mesh, world, values.device)
     if designed.split is not None:
         carry_out_split(model, designed.split, mesh, world, values.device)
         if verifier is not None:
             verifier.watch(model, designed.split, world, peers)
     return sharding
-
-
-def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int, experts: ExpertSplit | None = None) -> Split | None:
-    """How tensor parallelism cuts `model` for `rank`; `None` if the mesh has no such axis, or one rank along it."""
-    if AXIS not in mesh.model_axes:
-        return None
-    if plan.compile is not None:
-        raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
-    apart = [found.path for found in experts.modules] if experts is not None else []
-    return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS), apart)
-
-
-def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, device: torch.device) -> None:
-    """Change the model in place, whose parameters are parts already. All ranks call."""
-    group = world.group(mesh, AXIS)
-    line = Line(world.collectives(device), group)
-    regions = Regions(line, agree_on_generators(model, mesh, world))
-    split.carry_out(line, regions)
-    model.register_forward_pre_hook(lambda *_: regions.forget())
-    model.register_forward_pre_hook(FirstBatch(line), with_kwargs=True)
-
-
-def carry_out_experts(model: nn.Module, designed: Design, world: World, device: torch.device) -> None:
-    """Lead tokens to the ranks that have their experts, and let routers balance over the tokens of all ranks."""
-    mesh, collectives = designed.mesh, world.collectives(device)
-    if designed.experts is not None:
-        designed.experts.carry_out(Line(collectives, world.group(mesh, EXPERTS)))
-    axes = [axis for axis in mesh.replica_axes if mesh.size(axis) > 1]
-    share_totals(model, RankTotal(collectives, [world.group(mesh, axis) for axis in axes]))
-
-
-def agree_on_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:
-    """Ranks that share a sample draw the same from here on, where the model draws at all. All ranks call."""
-    if AXIS not in mesh.model_axes or not draws(model):
-        return None
-    group = world.group(mesh, AXIS)
-    generators = Generators(world.rank_device, group.index)
-    generators.agree(world, group)
-    return generators
 
 
 def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:

@@ -26,6 +26,7 @@ from shardwise.checkpoint import (
     step_name,
 )
 from shardwise.config import Plan
+from shardwise.cuts import agree_on_generators
 from shardwise.errors import ConfigError, StateError
 from shardwise.init import check_same_settings
 from shardwise.mesh import Mesh
@@ -33,7 +34,7 @@ from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
 from shardwise.sharded_model import ShardedModel, scaler_for
-from shardwise.sharding import agree_on_generators, check_batch_norms, design, ranks_of, require_units, settings_of
+from shardwise.sharding import check_batch_norms, design, ranks_of, require_units, settings_of
 from shardwise.storage import within_budget
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.cli.explanation import UnitSize, said_on_host
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
+from shardwise.cuts import boxes_for, rows_for, split_of
 from shardwise.devices import TorchAccelerator
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.experts import expert_split
@@ -28,7 +29,6 @@ from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import StageRehearsal, rehearse
 from shardwise.sequence import rehearsed_by
-from shardwise.sharding import boxes_for, rows_for, split_of
 from shardwise.storage import LabelledTable, Ranks, Unit, UnitChoice, choose_units, make_unit, unit_spec, within_budget
 from shardwise.telemetry import ByteMeter, Ledger
 from shardwise.tensor import AXIS, Regions

@@ -1,0 +1,98 @@
+"""What model axes cut of a model: which part of each parameter a rank has, and what modules do about it.
+
+`tensor/` and `experts/` know how, and nothing of each other; here a plan and a mesh say which of them are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from shardwise.comm import Line, World
+from shardwise.config import Plan
+from shardwise.errors import ConfigError, ModelError
+from shardwise.experts import AXIS as EXPERTS
+from shardwise.experts import ExpertSplit, RankTotal, share_totals
+from shardwise.mesh import Mesh
+from shardwise.placement import Box
+from shardwise.storage import LabelledTable, tables_for
+from shardwise.tensor import AXIS, FirstBatch, Generators, Regions, Split, draws, split_for
+
+Boxes = Mapping[nn.Parameter, Box]
+
+
+def boxes_for(
+    model: nn.Module, mesh: Mesh, rank: int, split: Split | None, experts: ExpertSplit | None = None
+) -> Boxes:
+    """The parts that `rank` has of the parameters of `model`; none where no axis cuts or copies any."""
+    axes = mesh.same_params_axes
+    copies = mesh.among(rank, axes)
+    place = copies.index(rank)
+    own_experts = experts.boxes(len(copies), place) if experts is not None else {}
+    if not axes:
+        return own_experts
+    cut = split.boxes if split is not None else {}
+    for param in own_experts:
+        if param in cut:
+            name = next(name for name, one in model.named_parameters() if one is param)
+            raise ModelError(
+                f"tensor.plan cuts {name}, of which the ranks along {EXPERTS} have whole experts. Leave it out of "
+                f"tensor.plan, or {EXPERTS} out of the mesh."
+            )
+    whole = {param: Box.whole(param.shape, len(copies), place) for param in model.parameters()}
+    return {**whole, **cut, **own_experts}
+
+
+def rows_for(
+    model: nn.Module, plan: Plan, mesh: Mesh, experts: ExpertSplit | None
+) -> dict[nn.Parameter, LabelledTable]:
+    """The row of every parameter: those of experts are shared along all axes but `ep`."""
+    rows = tables_for(model, plan, mesh)
+    for param in experts.params if experts is not None else ():
+        row = rows[param]
+        label = f"{row.label}-{EXPERTS}" if row.label else EXPERTS
+        rows[param] = LabelledTable(label, row.table.without(EXPERTS))
+    return rows
+
+
+def split_of(model: nn.Module, plan: Plan, mesh: Mesh, rank: int, experts: ExpertSplit | None = None) -> Split | None:
+    """How tensor parallelism cuts `model` for `rank`; `None` if the mesh has no such axis, or one rank along it."""
+    if AXIS not in mesh.model_axes:
+        return None
+    if plan.compile is not None:
+        raise ConfigError(f"compile goes over units whose modules send nothing themselves; with {AXIS} leave it out.")
+    apart = [found.path for found in experts.modules] if experts is not None else []
+    return split_for(model, plan, mesh.coordinate(rank)[AXIS], mesh.size(AXIS), apart)
+
+
+def carry_out_split(model: nn.Module, split: Split, mesh: Mesh, world: World, device: torch.device) -> None:
+    """Change the model in place, whose parameters are parts already. All ranks call."""
+    group = world.group(mesh, AXIS)
+    line = Line(world.collectives(device), group)
+    regions = Regions(line, agree_on_generators(model, mesh, world))
+    split.carry_out(line, regions)
+    model.register_forward_pre_hook(lambda *_: regions.forget())
+    model.register_forward_pre_hook(FirstBatch(line), with_kwargs=True)
+
+
+def carry_out_experts(
+    model: nn.Module, experts: ExpertSplit | None, mesh: Mesh, world: World, device: torch.device
+) -> None:
+    """Lead tokens to the ranks that have their experts, and let routers balance over the tokens of all ranks."""
+    collectives = world.collectives(device)
+    if experts is not None:
+        experts.carry_out(Line(collectives, world.group(mesh, EXPERTS)))
+    axes = [axis for axis in mesh.replica_axes if mesh.size(axis) > 1]
+    share_totals(model, RankTotal(collectives, [world.group(mesh, axis) for axis in axes]))
+
+
+def agree_on_generators(model: nn.Module, mesh: Mesh, world: World) -> Generators | None:
+    """Ranks that share a sample draw the same from here on, where the model draws at all. All ranks call."""
+    if AXIS not in mesh.model_axes or not draws(model):
+        return None
+    group = world.group(mesh, AXIS)
+    generators = Generators(world.rank_device, group.index)
+    generators.agree(world, group)
+    return generators
