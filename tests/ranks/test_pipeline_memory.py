@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -30,11 +32,23 @@ class Curious(nn.Linear):
         return super().forward(x) if x.sum() > 0 else x
 
 
-def tensors_there() -> Iterator[Tensor]:
-    """All that live in this process, whosever they are."""
-    for one in gc.get_objects():
-        if type(one) is Tensor:
-            yield one
+_LOOKING = threading.Lock()
+
+
+def tensors_there() -> list[Tensor]:
+    """All that live in this process, whosever they are.
+
+    Among all objects there may be a tuple that another thread is about to fill, which it cannot while it is listed
+    here. So no other thread runs until they have been looked through.
+    """
+    with _LOOKING:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(60)
+        try:
+            time.sleep(0.02)  # who waits for its turn already waits by the interval before
+            return [one for one in gc.get_objects() if type(one) is Tensor]
+        finally:
+            sys.setswitchinterval(interval)
 
 
 def promised_and_made(
