@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 from split_models import TENSOR, Transformer, tokens
+from test_split_products import CUT, net
 
 import shardwise as sw
 from shardwise.cli.main import main
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+pytestmark = one_in(2)
 
 MODEL = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from split_models import Transformer, tokens
-from tests.thorough import one_in
-
-pytestmark = one_in(2)
 
 def build():
     return Transformer()
@@ -67,3 +68,22 @@ def test_what_is_promised_is_what_is_sent_and_held(
     said = capsys.readouterr().out
     assert "tensor parallelism: one sample, parts of the model" in said
     assert "of activations along tp" in said
+
+
+def test_stages_are_priced_as_they_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the rank with most parameters."""
+    plan = {"preset": "zero1", "mesh": {"pp": 2, "tp": 2}, "accumulate": 2, "tensor": CUT}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    text = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom test_split_products import net\n"
+    (tmp_path / "model.py").write_text(text + "def build():\n    return net(tied=False)\n")
+    asked = ["explain", str(tmp_path / "plan.json"), "--world", "4", "--optimizer", "adamw", "--json"]
+    assert main([*asked, "--model", f"{tmp_path}/model.py:build"]) == 0
+    promised = json.loads(capsys.readouterr().out)["bytes"]["param"]
+    models = [net(tied=False) for _ in range(4)]
+
+    def rank(world: sw.World) -> int:
+        model = models[world.rank]
+        with sw.shard(model, plan, optimizer=torch.optim.AdamW(model.parameters()), world=world) as engine:
+            return engine.memory().measured["param"]
+
+    assert promised == max(run_ranks(4, rank))

@@ -62,12 +62,12 @@ def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
 
 def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
     """Units as rank 0 has them, which has no less than any other; under a pipeline, as the one with most parameters."""
-    choices = choose_units(model, plan)
-    if has_pipeline(mesh):
-        return _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
     experts = expert_split(model, plan, mesh, 0)
     boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
-    return [replace(choice, boxes=boxes) for choice in choices]
+    choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
+    if has_pipeline(mesh):
+        return _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
+    return choices
 
 
 def _rows(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
