@@ -431,7 +431,7 @@ def test_activations_of_stages_are_those_of_the_rank_with_most_parameters(
     assert gpipe["activations"] > 1.5 * one_f_one_b["activations"]
     assert alone["activations"] < gpipe["activations"] < 4 * alone["activations"]
     assert "not cut along 'tp'" in refused(
-        *arguments, "--world", "4", "--set", "mesh={pp: 2, tp: 2}", "--set", "tensor.plan={h.*.mlp: column_gathered}"
+        *arguments, "--world", "4", "--set", "mesh={pp: 2, tp: 2}", "--set", "tensor.plan={h.*.linear: column_gathered}"
     )
     assert "gradients that wait whole under zb-h1" in refused(
         *arguments,

@@ -99,7 +99,7 @@ def test_every_preset_reads_every_preset(tmp_path: Path) -> None:
     data = batches(4, rows=ROWS)
     plans = {
         name: {"preset": name, **({"mesh": MESHES[name]} if name in MESHES else {})}
-        for name in IN_MEMORY[:: drawn(2, 1)]
+        for name in IN_MEMORY[:: drawn(3, 1)]
     }
     expected = {}
     for name, plan in plans.items():

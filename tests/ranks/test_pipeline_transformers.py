@@ -15,7 +15,7 @@ from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(3)
+pytestmark = one_in(5)
 
 Tensor = torch.Tensor
 SIZES = {
