@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.tiers.calls import SYSTEM, Calls
@@ -26,30 +27,28 @@ def write_at(handle: int, data: memoryview, offset: int, calls: Calls = SYSTEM) 
     Some file systems open a file past the cache and then do not write it so, and after a part that ends within a page
     none does: then the descriptor goes through the cache from there on.
     """
-    was_direct = True
-    while data:
-        try:
-            taken = calls.write(handle, data, offset)
-        except InterruptedError:
-            continue
-        except OSError as error:
-            if error.errno != errno.EINVAL or not was_direct:
-                raise
-            calls.use_cache(handle)  # another thread may have been faster
-            was_direct = False
-            continue
-        if taken <= 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        data, offset = data[taken:], offset + taken
-    return was_direct
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return _all_of(calls.write, handle, data, offset, calls, lambda _: full)
 
 
 def read_at(handle: int, into: memoryview, offset: int, calls: Calls = SYSTEM) -> bool:
     """Fill `into`. Raises `EOFError` where the file ends before. False as for `write_at`."""
+    return _all_of(calls.read, handle, into, offset, calls, lambda at: EOFError(f"it ends at byte {at}"))
+
+
+def _all_of(
+    transfer: Callable[[int, memoryview, int], int],
+    handle: int,
+    data: memoryview,
+    offset: int,
+    calls: Calls,
+    ended: Callable[[int], Exception],
+) -> bool:
+    """`transfer` all of `data`, part by part; `ended` says what it means that no more goes, at an offset."""
     was_direct = True
-    while into:
+    while data:
         try:
-            given = calls.read(handle, into, offset)
+            moved = transfer(handle, data, offset)
         except InterruptedError:
             continue
         except OSError as error:
@@ -58,7 +57,7 @@ def read_at(handle: int, into: memoryview, offset: int, calls: Calls = SYSTEM) -
             calls.use_cache(handle)  # another thread may have been faster
             was_direct = False
             continue
-        if given <= 0:
-            raise EOFError(f"it ends at byte {offset}")
-        into, offset = into[given:], offset + given
+        if moved <= 0:
+            raise ended(offset)
+        data, offset = data[moved:], offset + moved
     return was_direct
