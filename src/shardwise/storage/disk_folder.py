@@ -10,7 +10,7 @@ import torch
 from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, TierError
-from shardwise.mesh import MODEL_AXES, Mesh
+from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
 from shardwise.program import UnitSpec, disk_bytes
 from shardwise.storage.disk_memory import DiskMemory
 
@@ -31,24 +31,14 @@ def open_disk(
     flats = [flat for spec in specs for flat in spec.flats if flat.updates_from_disk]
     if not any(place.optim.tier == "disk" for place in {flat.table for spec in specs for flat in spec.flats}):
         return None
-    if plan.disk is None:
-        raise ConfigError(
-            "The plan has rows on tier 'disk' and names no folder for them. Give it one on a local disk, such as "
-            "disk: /scratch/run."
-        )
-    split = [axis for axis in mesh.axes if axis in MODEL_AXES and axis != "sp" and mesh.size(axis) > 1]
-    if split:
-        raise ConfigError(
-            f"Rows on tier 'disk' are for models that are not split, in this version, and the mesh has "
-            f"{' and '.join(split)}. Put them on the host: rows.optim.tier: host."
-        )
+    folder = _required_folder(plan, mesh)
     coordinate = mesh.coordinate(world.rank)
     wanted = sum(disk_bytes(flat, coordinate) for flat in flats)
     disk, why = known, ""
     try:
-        if known is None or not known.is_in(plan.disk):
+        if known is None or not known.is_in(folder):
             own = world.rank_device if device.type == world.rank_device.device.type != "cpu" else None
-            disk = DiskMemory(plan.disk, world.rank, own)
+            disk = DiskMemory(folder, world.rank, own)
         assert disk is not None
         disk.folder.check_room(wanted * min(world.size, world.local_size or world.size))
     except TierError as error:
@@ -59,3 +49,19 @@ def open_disk(
             disk.close()
         raise TierError(failed[0])
     return disk
+
+
+def _required_folder(plan: Plan, mesh: Mesh) -> str:
+    """That of a plan with rows on a disk."""
+    if plan.disk is None:
+        raise ConfigError(
+            "The plan has rows on tier 'disk' and names no folder for them. Give it one on a local disk, such as "
+            "disk: /scratch/run."
+        )
+    split = [axis for axis in mesh.axes if axis in MODEL_AXES and axis != SEQUENCE_AXIS and mesh.size(axis) > 1]
+    if split:
+        raise ConfigError(
+            f"Rows on tier 'disk' are for models that are not split, in this version, and the mesh has "
+            f"{' and '.join(split)}. Put them on the host: rows.optim.tier: host."
+        )
+    return plan.disk
