@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from shardwise.activations import Treatments, treatments_for
 from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.cuts import Boxes, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
@@ -63,6 +64,8 @@ class Sharding:
     """Which rank along `ep` has which experts, if there are such ranks."""
     disk: DiskMemory | None = None
     """What keeps the rows on a disk, if there are such."""
+    treatments: Treatments = field(default_factory=Treatments)
+    """Units whose activations are recomputed, or kept elsewhere."""
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +89,7 @@ class Design:
     """How the model itself is to be cut."""
     experts: ExpertSplit | None = field(repr=False, default=None)
     stages: StageLayout | None = None
+    treatments: Treatments = field(default_factory=Treatments)
 
     def of_stages(self, staged: StagedModel) -> Design:
         """What is left of it on a rank that has some stages of the model."""
@@ -103,7 +107,8 @@ class Design:
                 name = f"{choice.name}+" if alone else choice.name
                 choices.append(replace(choice, name=name, params=shared, sites=sites))
         rows = {param: row for param, row in self.rows.items() if param in own}
-        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes))
+        treatments = self.treatments.within(staged.model)
+        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes), treatments=treatments)
 
     def open_disk(
         self, world: World, device: torch.device, updates: Updates, known: DiskMemory | None = None
@@ -135,7 +140,7 @@ class Design:
             flat.keep_below(host, disk)
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
-        return replace(laid, experts=self.experts, disk=disk)
+        return replace(laid, experts=self.experts, disk=disk, treatments=self.treatments)
 
 
 def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:
@@ -154,7 +159,11 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     boxes = boxes_for(model, mesh, world.rank, split, experts) if known is None else known.boxes
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
     check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
-    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split, experts, stages)
+    choices = choose_units(model, plan)
+    treatments = treatments_for(model, choices, plan)
+    if stages is not None:
+        treatments.check_stages(model, stages.pieces)
+    return Design(plan, mesh, table_for(plan, mesh), choices, rows, boxes, split, experts, stages, treatments)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:

@@ -13,7 +13,7 @@ from shardwise.storage.memory import is_dense, on_host
 from shardwise.storage.overlap import agrees, copy_into, may_overlap
 from shardwise.storage.select import UnitChoice, choose_units
 from shardwise.storage.shared import share
-from shardwise.storage.tables import LabelledTable, tables_for
+from shardwise.storage.tables import LabelledTable, fits, owners_of, tables_for
 from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
@@ -34,12 +34,14 @@ __all__ = [
     "agrees",
     "choose_units",
     "copy_into",
+    "fits",
     "is_at_rest",
     "is_dense",
     "make_unit",
     "may_overlap",
     "on_host",
     "open_disk",
+    "owners_of",
     "part_of",
     "put_part",
     "share",

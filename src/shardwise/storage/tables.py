@@ -35,13 +35,13 @@ class LabelledTable:
 
 def tables_for(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
     """The row of every parameter. Raises `ConfigError` for a rule that fits none."""
-    owners = _owners(model)
+    owners = owners_of(model)
     common = LabelledTable("", table_for(plan, mesh))
     small = LabelledTable(SMALL, resident_table(plan, mesh)) if plan.resident_below else common
     ruled = {name: LabelledTable(name, table) for name, table in ruled_tables(plan, mesh).items()}
     rows, used = {}, set()
     for name, param in model.named_parameters():
-        fitting = next((rule for rule in plan.rules if _fits(plan.rules[rule], name, owners[param], param)), None)
+        fitting = next((rule for rule in ruled if fits(plan.rules[rule], name, owners[param], param)), None)
         if fitting is not None:
             used.add(fitting)
             rows[param] = ruled[fitting]
@@ -68,7 +68,7 @@ def _offloaded(
     return changed
 
 
-def _owners(model: nn.Module) -> dict[nn.Parameter, str]:
+def owners_of(model: nn.Module) -> dict[nn.Parameter, str]:
     """The class of the module that owns each parameter; the first one's, if several do."""
     owners: dict[nn.Parameter, str] = {}
     for module in model.modules():
@@ -78,7 +78,8 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, str]:
     return owners
 
 
-def _fits(rule: Rule, name: str, owner: str, param: nn.Parameter) -> bool:
+def fits(rule: Rule, name: str, owner: str, param: nn.Parameter) -> bool:
+    """Whether a parameter of that name, owned by a module of class `owner`, is one of those that the rule names."""
     return (
         (rule.params is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.params))
         and (rule.classes is None or owner in rule.classes)
