@@ -106,13 +106,21 @@ class Design:
         return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes))
 
     def open_disk(
-        self, world: World, device: torch.device, updates: Updates, known: DiskMemory | None = None
+        self, world: World, model: nn.Module, device: torch.device, updates: Updates, known: DiskMemory | None = None
     ) -> DiskMemory | None:
-        """What is to keep the rows on a disk, if there are such; `known` is what keeps those of the plan before. All
+        """What is to keep the rows on a disk, if any rank has such; `known` is what keeps those of the plan before. All
         ranks call."""
+        if not any(row.table.optim.tier == "disk" for row in self.rows.values()):
+            return None
+        choices = [replace(choice, boxes=self.boxes) for choice in self.choices]
+        if self.stages is not None:
+            own = self.stages.params_at(model, self.mesh.coordinate(world.rank)[STAGES])
+            choices = [
+                replace(choice, params={name: param for name, param in choice.params.items() if param in own})
+                for choice in choices
+            ]
         on_cpu = world.collectives(device).is_host
-        every = (unit_spec(choice, self.rows, self.mesh, updates, on_cpu=on_cpu) for choice in self.choices)
-        specs = [spec for spec in every if spec.flats]
+        specs = [unit_spec(choice, self.rows, self.mesh, updates, on_cpu=on_cpu) for choice in choices]
         return open_disk(specs, self.plan, self.mesh, world, device, known)
 
     def carry_out(
@@ -190,7 +198,7 @@ def lay(
     require_elementwise(model, designed, updates)
     require_units(model, designed, updates)
     require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
-    disk = designed.open_disk(world, values.device, updates)
+    disk = designed.open_disk(world, model, values.device, updates)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     staged = None
     if designed.stages is not None:

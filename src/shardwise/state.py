@@ -193,7 +193,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     had = sharded.disk
     if had is not None:
         had.require_whole()
-    disk = designed.open_disk(world, device, updates, had)
+    disk = designed.open_disk(world, model, device, updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
     belongings = TrainingState(sharded.flats, sharded.optimizer, world)
