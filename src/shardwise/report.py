@@ -90,11 +90,12 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     measured_on_host = _measured_on_host(sharded) if on_host else {}
     measured_on_disk = {kind: sharded.sharding.meter.on("disk").now[kind] for kind in on_disk}
     treatments, rehearsed = sharded.sharding.treatments, sharded.rehearsed
-    if treatments.have("offload", "disk"):
+    if treatments.have("offload"):
         measured_on_host[SAVED] = sharded.sharding.meter.on("host").peak[SAVED]
     if treatments.have("offload") and rehearsed:
         on_host[SAVED] = sum(one.host_bytes for one in rehearsed)
     if treatments.have("disk"):
+        measured_on_host["staging"] = sharded.sharding.meter.on("host").peak["staging"]
         measured_on_disk[SAVED] = sharded.sharding.meter.on("disk").peak[SAVED]
         if rehearsed:
             on_disk[SAVED] = sum(one.disk_bytes for one in rehearsed)

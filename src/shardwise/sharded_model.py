@@ -16,7 +16,15 @@ import torch
 from torch import nn
 
 from shardwise.access import Access
-from shardwise.activations import ActivationMemory, HostStore, Offloading, TreatedSites
+from shardwise.activations import (
+    ActivationMemory,
+    DiskStore,
+    HostStore,
+    Offloading,
+    PagedMemory,
+    Store,
+    TreatedSites,
+)
 from shardwise.comm import DataGroup, World
 from shardwise.config import Plan
 from shardwise.errors import StateError
@@ -177,8 +185,12 @@ class ShardedModel:
         resting = [*flats, *(param for param in self.model.parameters() if not param.is_floating_point())]
         own = self.world.rank_device
         device = own if sharding.device.type == own.device.type else None
-        memory = ActivationMemory(sharding.meter, device)
-        return {"offload": Offloading(HostStore(memory), sharding.device, resting)}
+        waits = device is not None and device.accelerator is not None
+        stores: dict[str, Store] = {"offload": HostStore(ActivationMemory(sharding.meter, device))}
+        if sharding.treatments.have("disk"):
+            assert sharding.disk is not None
+            stores["disk"] = DiskStore(sharding.disk, PagedMemory(sharding.meter, device), sharding.meter)
+        return {policy: Offloading(store, sharding.device, resting, waits=waits) for policy, store in stores.items()}
 
     def _shared_gradients(self, sharding: Sharding, flats: Sequence[Flat]) -> Callable[[], None] | None:
         """What adds up gradients of parameters that lie on several stages of a pipeline, if this rank has any."""

@@ -3,13 +3,17 @@
 from shardwise.activations.choice import Treatment, Treatments, treatments_for
 from shardwise.activations.install import TreatedSites
 from shardwise.activations.offload import Offloading
-from shardwise.activations.stores import ActivationMemory, HostStore, RehearsedStore
+from shardwise.activations.on_disk import DiskStore, PagedMemory
+from shardwise.activations.stores import ActivationMemory, HostStore, RehearsedStore, Store
 
 __all__ = [
     "ActivationMemory",
+    "DiskStore",
     "HostStore",
     "Offloading",
+    "PagedMemory",
     "RehearsedStore",
+    "Store",
     "TreatedSites",
     "Treatment",
     "Treatments",

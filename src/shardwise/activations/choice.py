@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.activations.operators import operators_named
 from shardwise.config import Activations, Plan, PolicyName
 from shardwise.errors import ConfigError
-from shardwise.storage import UnitChoice, fits, owners_of
+from shardwise.storage import UnitChoice, fits, owners_of, whole_numel
 
 SELECTIVE = ("matmul", "attention")
 """What `selective` keeps unless a plan says otherwise."""
@@ -162,7 +162,10 @@ def _by_rule(model: nn.Module, candidates: Sequence[UnitChoice], plan: Plan) -> 
         fitting = [
             choice
             for choice in candidates
-            if all(fits(rule, path, owners[param], param) for path, param in choice.params.items())
+            if all(
+                fits(rule, path, owners[param], whole_numel(param, choice.boxes))
+                for path, param in choice.params.items()
+            )
         ]
         if not fitting:
             known = ", ".join(choice.name for choice in candidates[:4])

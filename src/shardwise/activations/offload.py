@@ -55,9 +55,12 @@ class SavedElsewhere(WrappedForward):
 
 
 class Offloading:
-    """The saved tensors of one model that are elsewhere. `resting`: storages that never leave."""
+    """The saved tensors of one model that are elsewhere.
 
-    def __init__(self, store: Store, device: torch.device, resting: Iterable[Tensor]) -> None:
+    Those of which `resting` are views never leave. `waits`: copies are done beside the computation.
+    """
+
+    def __init__(self, store: Store, device: torch.device, resting: Iterable[Tensor], *, waits: bool) -> None:
         self.store = store
         self.device = device
         self.resting = frozenset(tensor.untyped_storage()._cdata for tensor in resting)
@@ -67,7 +70,7 @@ class Offloading:
         self._leaving: _Group | None = None
         """Whose copies have been started and not been waited for."""
         self._begun: weakref.ref[_Group] | None = None
-        self._waits = device.type != "cpu"
+        self._waits = waits
 
     def leave(self, group: _Group) -> None:
         """The forward of a unit is through."""

@@ -49,8 +49,10 @@ def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 class ActivationMemory(HostMemory):
     """Buffers of the host for what comes in other sizes with every batch: as much is kept for reuse as was once in use.
 
-    Counted as `activations`.
+    Counted as `kind`.
     """
+
+    kind = KIND
 
     def __init__(self, meter: ByteMeter, device: RankDevice | None = None) -> None:
         super().__init__(meter, device)
@@ -68,7 +70,7 @@ class ActivationMemory(HostMemory):
             return memory.view(dtype)
         self._make_room(num_bytes)
         self._taken_bytes += num_bytes
-        self._meter.hold(KIND, num_bytes)
+        self._meter.hold(self.kind, num_bytes)
         return self._taken(num_bytes).view(dtype)
 
     def give_back(self, tensor: Tensor, last: Copy | None = None) -> None:
@@ -87,7 +89,7 @@ class ActivationMemory(HostMemory):
                 _, last = self._free[size].pop()
                 last.land()
                 self._taken_bytes -= size
-                self._meter.drop(KIND, size)
+                self._meter.drop(self.kind, size)
 
 
 class HostStore:

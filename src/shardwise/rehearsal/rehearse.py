@@ -119,7 +119,8 @@ def rehearse_work(
         work = prepare(twin)
         elsewhere = {policy: RehearsedStore() for policy in ("offload", "disk")}
         if treatments:
-            keepers = {policy: Offloading(store, device, twin.resting) for policy, store in elsewhere.items()}
+            waits, resting = device.type != "cpu", twin.resting
+            keepers = {policy: Offloading(store, device, resting, waits=waits) for policy, store in elsewhere.items()}
             by_site = {twin.copied(site): treatment for site, treatment in treatments.by_site.items()}
             TreatedSites(by_site, keepers).install()
         given = {id(leaf): like(leaf, device) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
