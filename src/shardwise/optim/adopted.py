@@ -224,7 +224,7 @@ class AdoptedOptimizer:
             if isinstance(value, Tensor) and value.dim() and value.shape == piece.tensor.shape:
                 there = rows.place(piece.index, key, value.numel(), value.dtype)
                 if moves and there.data_ptr() != value.data_ptr():
-                    there.copy_(value)
+                    flat.put(there, value)
                 state[key] = there
 
     def update_flat(self, flat: Flat) -> None:

@@ -144,7 +144,7 @@ class Mover:
         """What has been updated on the host, as it is to travel."""
         master, dtype = self.flat.require_master(), torch_dtype(self.flat.spec.table.param.dtype)
         self._outgoing = self.flat.host.buffer(master.numel(), dtype)
-        self._outgoing.copy_(master)
+        self.flat.copy_master(self._outgoing)
 
     def fetch_outgoing(self, _: Action) -> None:
         """Start to bring that to where parameters rest."""
@@ -153,7 +153,11 @@ class Mover:
 
     def fetch_updated(self, _: Action) -> None:
         """The same of what has been updated as it is."""
-        self._bring(self.flat.require_master())
+        master = self.flat.require_master()
+        if self.flat.on_disk(master) is not None:
+            self._outgoing = self.flat.host.buffer(master.numel(), master.dtype)
+            self.flat.copy_master(self._outgoing)
+        self._bring(master if self._outgoing is None else self._outgoing)
 
     def _bring(self, source: Tensor) -> None:
         span = self.flat.optim_span.within(self.flat.param_span)

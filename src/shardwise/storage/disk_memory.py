@@ -1,11 +1,13 @@
 """Masters and states on a disk: one file for each flat buffer, of which a step has a few in memory at a time.
 
-[Note: rows on a disk] Between steps tensors on the tier `disk` are views of their file, mapped into memory: whoever
-reads or writes one (access, checkpoints, a change of plan) does so through the kernel's page cache, which keeps what
-there is room for. A step goes another way: a file is read as a whole, past the page cache, into one of a few buffers,
-in which the optimizer finds its tensors; it is written back from there while the next one, which was read meanwhile, is
-updated. A kernel keeps the two ways coherent: what was written to mapped pages is on the disk before a direct read, and
-a direct write lets mapped pages go. Nobody uses the mapping of a file while it is in a buffer.
+[Note: rows on a disk] Between steps tensors on the tier `disk` say by their address where in its file each of them
+lies, and whoever wants to read or write one (access, checkpoints, a change of plan) gives it to `DiskRows.read` and
+`write`, which go past the page cache, piece by piece: a process holds no more of a file than it asks for, and an error of
+the disk is raised as any other. In a step a file is read as a whole into one of a few buffers, in which the optimizer
+finds its tensors; it is written back from there while the next one, which was read meanwhile, is updated.
+
+The addresses are those of the file, mapped into memory, where whoever reads them all the same finds what is there:
+kernels keep mapped pages coherent with what goes past them. Nobody uses them while the file is in a buffer.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,6 +27,8 @@ from shardwise.telemetry import ByteMeter
 from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder
 
 Tensor = torch.Tensor
+PIECE_BYTES = 2**24
+"""Most that is read or written at once between steps."""
 
 
 class DiskRows:
@@ -38,6 +42,33 @@ class DiskRows:
         self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
         self.buffer: Tensor | None = None
         """That has all of it, from `DiskMemory.fetch` to `evict`."""
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether `tensor` stands for what lies in the file."""
+        return 0 <= tensor.data_ptr() - self._mapped.data_ptr() < self.file.num_bytes and tensor.numel() > 0
+
+    def read(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """What lies where `tensor`, flat, says, in memory: in `out`, if given, which has its dtype and length."""
+        found = torch.empty(tensor.numel(), dtype=tensor.dtype) if out is None else out
+        raw = found.view(torch.uint8)
+        for start, stop, place in self._pieces(tensor):
+            raw[start:stop].copy_(self.file.get(place, place + stop - start))
+        return found
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """Put `values`, flat and of any dtype and device, where `tensor` says."""
+        for start, stop, place in self._pieces(tensor):
+            size = tensor.element_size()
+            part = values[start // size : stop // size].to("cpu", tensor.dtype).contiguous()
+            self.file.put(place, part.view(torch.uint8))
+
+    def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
+        """Its bytes piece by piece: first, last, and where in the file they begin. All but the ends are at pages."""
+        place, start = tensor.data_ptr() - self._mapped.data_ptr(), 0
+        while start < tensor.nbytes:
+            stop = min(tensor.nbytes, (place + start) // PIECE_BYTES * PIECE_BYTES + PIECE_BYTES - place)
+            yield start, stop, place + start
+            start = stop
 
     def master(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Master weights, which are given a place first."""
@@ -78,6 +109,7 @@ class DiskMemory:
         self._device = device
         self._meter = ByteMeter()
         self._rows: list[DiskRows] = []
+        self._left: list[DiskRows] = []
         self._pool: BufferPool | None = None
         self._reading: tuple[DiskRows, Tensor, Pending] | None = None
         self._writing: deque[tuple[Tensor, Pending, Callable[[], None]]] = deque()
@@ -87,12 +119,17 @@ class DiskMemory:
         self._num_made = 0
 
     def count_with(self, meter: ByteMeter) -> None:
-        """Rows of a plan are to come here, and to be counted by `meter`. Those of the plan before stay as long as
-        somebody has tensors of theirs."""
+        """Rows of a plan are to come here, and to be counted by `meter`. Those of the plan before stay until
+        `leave_former`."""
         self.settle()
-        for rows in self._rows:
-            rows.file.close()
+        self._left += self._rows
         self._meter, self._rows, self._pool, self._buffer_bytes = meter, [], None, 0
+
+    def leave_former(self) -> None:
+        """What the plans before have here is needed no more."""
+        for rows in self._left:
+            rows.file.close()
+        self._left = []
 
     def is_in(self, folder: Path | str) -> bool:
         return self.folder.folder == Path(folder)

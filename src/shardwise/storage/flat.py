@@ -34,6 +34,8 @@ from shardwise.storage.releasable import Releasable, releasable
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
+_PIECE_NUMEL = 2**22
+"""Elements of master weights that are taken from a disk at once."""
 
 
 class FullState(Enum):
@@ -176,7 +178,7 @@ class Flat:
         _part(self.param, mine.within(self.param_span)).copy_(values)
         if self.master is not None and not self.spec.master_is_param:
             updated = mine.overlap(self.optim_span)
-            _part(self.master, updated.within(self.optim_span)).copy_(_part(values, updated.within(mine)))
+            self.put(_part(self.master, updated.within(self.optim_span)), _part(values, updated.within(mine)))
 
     def lay_out(self) -> None:
         """Memory for what this rank keeps, zero so far, and the parameters views of `full`: for values that are moved
@@ -301,7 +303,36 @@ class Flat:
         """Cast what the optimizer has updated into the range of `param` that it came from."""
         self.land()
         if self.master is not None and not self.spec.master_is_param:
-            _part(self.param, self.optim_span.within(self.param_span)).copy_(self.master)
+            self.copy_master(_part(self.param, self.optim_span.within(self.param_span)))
+
+    def copy_master(self, out: Tensor) -> None:
+        """Master weights into `out`, cast to its dtype; from a disk piece by piece."""
+        master = self.require_master()
+        if self.on_disk(master) is None:
+            out.copy_(master)
+            return
+        for start in range(0, master.numel(), _PIECE_NUMEL):
+            stop = start + _PIECE_NUMEL
+            out[start:stop].copy_(self.loaded(master[start:stop]))
+
+    # -- what may lie on a disk ---------------------------------------------------------------------------
+
+    def on_disk(self, tensor: Tensor) -> DiskRows | None:
+        """The rows that have to be asked for what `tensor` stands for; `None` if it is in memory."""
+        return self.rows if self.rows is not None and self.rows.has(tensor) else None
+
+    def loaded(self, tensor: Tensor) -> Tensor:
+        """`tensor`, flat, of a row or a state of this buffer, in memory: a copy if it lies on a disk."""
+        rows = self.on_disk(tensor)
+        return tensor.detach() if rows is None else rows.read(tensor)
+
+    def put(self, tensor: Tensor, values: Tensor) -> None:
+        """Write `values`, flat, over `tensor`, wherever that is."""
+        rows = self.on_disk(tensor)
+        if rows is None:
+            tensor.copy_(values)
+        else:
+            rows.write(tensor, values)
 
     def accept_edit(self, index: int, values: Tensor) -> None:
         """Put `values`, whole and flat, in the place of parameter `index`, wherever this rank keeps some of it.
@@ -316,9 +347,10 @@ class Flat:
             mine = span.overlap(self.param_span)
             _part(self.param, mine.within(self.param_span)).copy_(_part(values, mine.within(span)))
         if self.master is not None and not self.spec.master_is_param:
-            master, mine = self.master_piece(index)
+            piece, mine = self.master_piece(index)
+            master = self.loaded(piece)
             edited = _part(values, mine).to(master.device)
-            master.copy_(torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
+            self.put(piece, torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
 
     # -- parameters at rest -----------------------------------------------------------------------------
 
