@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
-from shardwise.cuts import Boxes, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
+from shardwise.cuts import Boxes, boxes_after, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, check_routers, expert_split
@@ -149,20 +149,26 @@ class Design:
 def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:
     """Raises `ConfigError` or `ModelError` for a plan that cannot be meant for this model on the ranks of `world`.
 
-    `known` is how the model, if it is cut already, lies now.
+    `known` is how the model, if it is sharded already, lies now.
     """
     mesh = mesh_for(plan, world.size, world.local_size)
-    experts = expert_split(model, plan, mesh, world.rank) if known is None else known.experts
-    rows = rows_for(model, plan, mesh, experts)
+    had = known.experts if known is not None else None
+    parts = known.boxes if known is not None else None
+    experts = expert_split(model, plan, mesh, world.rank, had)
+    rows = rows_for(model, plan, mesh, experts, parts)
     tables = [row.table.on(mesh) for row in rows.values()]
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
         check_sequence(model, plan)
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
     split = split_of(model, plan, mesh, world.rank, experts) if known is None else None
-    boxes = boxes_for(model, mesh, world.rank, split, experts) if known is None else known.boxes
+    if parts is None:
+        boxes = boxes_for(model, mesh, world.rank, split, experts)
+    else:
+        boxes = boxes_after(model, mesh, world.rank, parts, had, experts)
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
     check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
-    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split, experts, stages)
+    choices = choose_units(model, plan, parts)
+    return Design(plan, mesh, table_for(plan, mesh), choices, rows, boxes, split, experts, stages)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
