@@ -11,6 +11,7 @@ from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, TierError
 from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
+from shardwise.placement import Table
 from shardwise.program import UnitSpec, disk_bytes
 from shardwise.storage.disk_memory import DiskMemory
 
@@ -28,8 +29,8 @@ def open_disk(
     `known` is what has those of the plan before, and goes on if it is in the same folder. Raises `ConfigError` for a
     plan that names no folder, and on all ranks `TierError` for one that cannot be had or is too small.
     """
-    flats = [flat for spec in specs for flat in spec.flats if flat.updates_from_disk]
-    if not any(place.optim.tier == "disk" for place in {flat.table for spec in specs for flat in spec.flats}):
+    flats = [flat for spec in specs for flat in spec.flats if flat.lies_on_disk]
+    if not any("disk" in (table.optim.tier, table.param.tier) for table in _tables(specs)):
         return None
     folder = _required_folder(plan, mesh)
     coordinate = mesh.coordinate(world.rank)
@@ -49,6 +50,10 @@ def open_disk(
             disk.close()
         raise TierError(failed[0])
     return disk
+
+
+def _tables(specs: Sequence[UnitSpec]) -> set[Table]:
+    return {flat.table for spec in specs for flat in spec.flats}
 
 
 def _required_folder(plan: Plan, mesh: Mesh) -> str:
