@@ -110,7 +110,7 @@ class Design:
     ) -> DiskMemory | None:
         """What is to keep the rows on a disk, if any rank has such; `known` is what keeps those of the plan before. All
         ranks call."""
-        if not any(row.table.optim.tier == "disk" for row in self.rows.values()):
+        if not any("disk" in (row.table.optim.tier, row.table.param.tier) for row in self.rows.values()):
             return None
         choices = [replace(choice, boxes=self.boxes) for choice in self.choices]
         if self.stages is not None:
