@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from shardwise.activations import Treatments, treatments_for
 from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.cuts import Boxes, boxes_after, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
@@ -63,6 +64,8 @@ class Sharding:
     """Which rank along `ep` has which experts, if there are such ranks."""
     disk: DiskMemory | None = None
     """What keeps the rows on a disk, if there are such."""
+    treatments: Treatments = field(default_factory=Treatments)
+    """Units whose activations are recomputed, or kept elsewhere."""
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +89,7 @@ class Design:
     """How the model itself is to be cut."""
     experts: ExpertSplit | None = field(repr=False, default=None)
     stages: StageLayout | None = None
+    treatments: Treatments = field(default_factory=Treatments)
 
     def of_stages(self, staged: StagedModel) -> Design:
         """What is left of it on a rank that has some stages of the model."""
@@ -103,14 +107,16 @@ class Design:
                 name = f"{choice.name}+" if alone else choice.name
                 choices.append(replace(choice, name=name, params=shared, sites=sites))
         rows = {param: row for param, row in self.rows.items() if param in own}
-        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes))
+        treatments = self.treatments.within(staged.model)
+        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes), treatments=treatments)
 
     def open_disk(
         self, world: World, model: nn.Module, device: torch.device, updates: Updates, known: DiskMemory | None = None
     ) -> DiskMemory | None:
         """What is to keep the rows on a disk, if any rank has such; `known` is what keeps those of the plan before. All
         ranks call."""
-        if not any("disk" in (row.table.optim.tier, row.table.param.tier) for row in self.rows.values()):
+        has_rows = any("disk" in (row.table.optim.tier, row.table.param.tier) for row in self.rows.values())
+        if not has_rows and not self.treatments.have("disk"):
             return None
         choices = [replace(choice, boxes=self.boxes) for choice in self.choices]
         if self.stages is not None:
@@ -143,7 +149,7 @@ class Design:
             flat.keep_below(host, disk)
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
-        return replace(laid, experts=self.experts, disk=disk)
+        return replace(laid, experts=self.experts, disk=disk, treatments=self.treatments)
 
 
 def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:
@@ -168,7 +174,10 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
     check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
     choices = choose_units(model, plan, parts)
-    return Design(plan, mesh, table_for(plan, mesh), choices, rows, boxes, split, experts, stages)
+    treatments = treatments_for(model, choices, plan)
+    if stages is not None:
+        treatments.check_stages(model, stages.pieces)
+    return Design(plan, mesh, table_for(plan, mesh), choices, rows, boxes, split, experts, stages, treatments)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:

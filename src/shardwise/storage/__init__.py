@@ -12,9 +12,9 @@ from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.host_memory import Copied, Copy, HostMemory
 from shardwise.storage.memory import is_dense, on_host
 from shardwise.storage.overlap import agrees, copy_into, may_overlap
-from shardwise.storage.select import UnitChoice, choose_units
+from shardwise.storage.select import UnitChoice, choose_units, whole_numel
 from shardwise.storage.shared import share
-from shardwise.storage.tables import LabelledTable, tables_for
+from shardwise.storage.tables import LabelledTable, fits, owners_of, tables_for
 from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
@@ -36,17 +36,20 @@ __all__ = [
     "agrees",
     "choose_units",
     "copy_into",
+    "fits",
     "is_at_rest",
     "is_dense",
     "make_unit",
     "may_overlap",
     "on_host",
     "open_disk",
+    "owners_of",
     "part_of",
     "put_part",
     "share",
     "tables_for",
     "torch_dtype",
     "unit_spec",
+    "whole_numel",
     "within_budget",
 ]

@@ -180,6 +180,11 @@ class DiskMemory:
         self._meter.on("disk").hold("optim", rows.file.num_bytes - resting_bytes)
         return rows
 
+    def file(self, name: str, num_bytes: int) -> DiskFile:
+        """A file of its own in the folder, for whoever asks, who counts and closes it."""
+        self._num_made += 1
+        return self.folder.create(f"{name}-{self._num_made - 1}", num_bytes, self._queue)
+
     # -- a pass -----------------------------------------------------------------------------------------
 
     def read(self, rows: DiskRows, copy: Callable[[Tensor], Copy]) -> DiskRead:

@@ -40,14 +40,14 @@ def tables_for(
     """The row of every parameter, by the sizes of whole ones: `known` says of a model that is cut already which parts
     its parameters are. Raises `ConfigError` for a rule that fits none."""
     boxes = known or {}
-    owners = _owners(model)
+    owners = owners_of(model)
     common = LabelledTable("", table_for(plan, mesh))
     small = LabelledTable(SMALL, resident_table(plan, mesh)) if plan.resident_below else common
     ruled = {name: LabelledTable(name, table) for name, table in ruled_tables(plan, mesh).items()}
     rows, used = {}, set()
     for name, param in model.named_parameters():
         fitting = next(
-            (rule for rule in plan.rules if _fits(plan.rules[rule], name, owners[param], whole_numel(param, boxes))),
+            (rule for rule in ruled if fits(plan.rules[rule], name, owners[param], whole_numel(param, boxes))),
             None,
         )
         if fitting is not None:
@@ -80,7 +80,7 @@ def _offloaded(
     return changed
 
 
-def _owners(model: nn.Module) -> dict[nn.Parameter, str]:
+def owners_of(model: nn.Module) -> dict[nn.Parameter, str]:
     """The class of the module that owns each parameter; the first one's, if several do."""
     owners: dict[nn.Parameter, str] = {}
     for module in model.modules():
@@ -90,7 +90,8 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, str]:
     return owners
 
 
-def _fits(rule: Rule, name: str, owner: str, numel: int) -> bool:
+def fits(rule: Rule, name: str, owner: str, numel: int) -> bool:
+    """Whether a parameter of that name and size, owned by a module of class `owner`, is one that the rule names."""
     return (
         (rule.params is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.params))
         and (rule.classes is None or owner in rule.classes)
