@@ -23,21 +23,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.integrations.folders import STATE_FOLDER
 from shardwise.integrations.plans import PlanLike, dtype_of, require_agreement, require_data_axes, settled, without
-
-_REFUSED = {
-    "deepspeed_plugin": "DeepSpeed",
-    "deepspeed_plugins": "DeepSpeed",
-    "fsdp_plugin": "FSDP",
-    "megatron_lm_plugin": "Megatron-LM",
-    "torch_tp_plugin": "torch's tensor parallelism",
-    "parallelism_config": "a ParallelismConfig",
-}
-_REFUSED_VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a ParallelismConfig",
-}
+from shardwise.integrations.preparing import engine_folder, generate_in_step, ids_of, refuse_engines
 
 
 class Accelerator(PlainAccelerator):
@@ -47,25 +33,28 @@ class Accelerator(PlainAccelerator):
     is prepared with its optimizer, together or one after the other; models that are not trained stay plain. Precision
     and compiler come from accelerate's `mixed_precision` and `dynamo_backend`, unless the plan sets them.
 
-    Raises `ConfigError` for a plan that splits batches or models between ranks (axes pp, tp, sp, ep), and for plugins of
-    other engines.
+    Raises `ConfigError` for a plan that splits batches or models between ranks (axes pp, tp, sp, ep), and for plugins
+    of other engines.
     """
 
+    _models: list[Any]
+    _optimizers: list[Any]
     default_plan: PlanLike = "zero3"
     """What counts where `plan` is not given."""
 
     def __init__(self, *args: Any, plan: PlanLike | None = None, **kwargs: Any) -> None:
         loaded = sw.load_plan(self.default_plan if plan is None else plan)
-        _refuse(kwargs)
+        refuse_engines(kwargs)
         require_data_axes(loaded, "Accelerate")
         super().__init__(*args, **kwargs)
         require_agreement(
             loaded, "accumulate", loaded.accumulate, self.gradient_accumulation_steps, "gradient_accumulation_steps"
         )
         if loaded.clip_grad_norm is not None:
+            limit = loaded.clip_grad_norm
             raise ConfigError(
-                f"The plan says clip_grad_norm {loaded.clip_grad_norm}, and a loop of Accelerate clips by itself. Leave "
-                f"it out of the plan, and call accelerator.clip_grad_norm_(model.parameters(), {loaded.clip_grad_norm})."
+                f"The plan says clip_grad_norm {limit}, and a loop of Accelerate clips by itself. Leave it out of the "
+                f"plan, and call accelerator.clip_grad_norm_(model.parameters(), {limit})."
             )
         self.plan = without(loaded, "accumulate")
         self.keeps_engines = False
@@ -108,7 +97,7 @@ class Accelerator(PlainAccelerator):
         """The engine of a prepared model; `None` for one that is not sharded."""
         return self._engines.get(model)
 
-    def dtype_before(self, model: nn.Module) -> str | None:
+    def dtype_before(self, model: nn.Module) -> Any:
         """`bf16` or `fp16` if the model had that when it was prepared: what its files are written in."""
         return self._dtypes.get(model)
 
@@ -147,7 +136,7 @@ class Accelerator(PlainAccelerator):
     def _tell_of_overflow(self, prepared: AcceleratedOptimizer) -> None:
         """In fp16: let schedulers know of steps that were not taken."""
 
-        def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        def note(*_: object) -> None:
             norms = [engine.gradient_norm for engine in self._engines.values() if engine.scaler is not None]
             prepared._is_overflow = any(norm is not None and not math.isfinite(norm) for norm in norms)
 
@@ -157,11 +146,11 @@ class Accelerator(PlainAccelerator):
         candidates = [*self._pending, *(model for model in models if model not in self._pending)]
         for model in candidates:
             own = {id(param) for param in model.parameters() if param.requires_grad}
-            mine = [one for one in optimizers if own & _ids(one)]
+            mine = [one for one in optimizers if own & ids_of(one)]
             if not own or model in self._engines or not mine:
                 continue
             for one in mine:
-                if not _ids(one) <= {id(param) for param in model.parameters()}:
+                if not ids_of(one) <= {id(param) for param in model.parameters()}:
                     raise ConfigError(
                         f"{type(one).__name__} has parameters of {type(model).__name__} and others. Give each model an "
                         f"optimizer of its own, or make one module of them before prepare()."
@@ -173,7 +162,7 @@ class Accelerator(PlainAccelerator):
             device = None if self.device.type == "cpu" else self.device
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
             if self.num_processes > 1:
-                _generate_in_step(model)
+                generate_in_step(model)
             if model in self._pending:
                 self._pending.remove(model)
 
@@ -181,7 +170,7 @@ class Accelerator(PlainAccelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """See accelerate. Gradients that the plan keeps in shards are reduced all the same: they have no other place."""
+        """See accelerate. Gradients that the plan keeps in shards are reduced all the same; there is no other place."""
         engine = None if model is None else self._engines.get(model)
         if engine is None or engine.table.grad.shard:
             yield
@@ -199,11 +188,12 @@ class Accelerator(PlainAccelerator):
         scaled = [engine for engine in self._engines.values() if engine.scaler is not None]
         if scaled:
             kwargs.pop("learning_rate", None)
-            scaled[0].scale(loss / self.gradient_accumulation_steps).backward(**kwargs)
+            total: Any = scaled[0].scale(loss / self.gradient_accumulation_steps)
+            total.backward(**kwargs)
         else:
             super().backward(loss, **kwargs)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:  # noqa: ARG002
+    def unscale_gradients(self, optimizer: Any = None) -> None:
         """The engine takes its loss scale out of gradients before anybody reads them."""
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -222,8 +212,8 @@ class Accelerator(PlainAccelerator):
         """See accelerate; for models that are not sharded only."""
         if any(model in self._engines for model in joinables) and self.num_processes > 1:
             raise ConfigError(
-                "join_uneven_inputs() is DistributedDataParallel's own. Keep even_batches=True, by which all ranks have "
-                "as many batches."
+                "join_uneven_inputs() is DistributedDataParallel's own. Keep even_batches=True, by which all ranks "
+                "have as many batches."
             )
         with super().join_uneven_inputs(joinables, even_batches):
             yield
@@ -244,7 +234,9 @@ class Accelerator(PlainAccelerator):
             finally:
                 hook.remove()
 
-    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """See accelerate. Folders that accelerate itself has written without an engine are loaded too."""
         if input_dir is not None and not (Path(input_dir).expanduser() / STATE_FOLDER).is_dir():
             super().load_state(input_dir, load_kwargs, **kwargs)
@@ -262,7 +254,7 @@ class Accelerator(PlainAccelerator):
         models, optimizers = self._models, self._optimizers
         sharded = {id(param) for model in self._engines for param in model.parameters()}
         self._models = [model for model in models if model not in self._engines]
-        self._optimizers = [one for one in optimizers if not sharded & _ids(one)]
+        self._optimizers = [one for one in optimizers if not sharded & ids_of(one)]
         try:
             yield
         finally:
@@ -270,11 +262,11 @@ class Accelerator(PlainAccelerator):
 
     def _save_engines(self, _models: object, _weights: object, folder: str) -> None:
         for number, engine in enumerate(self._engines.values()):
-            engine.save(_engine_folder(folder, number))
+            engine.save(engine_folder(folder, number))
 
     def _load_engines(self, _models: object, folder: str) -> None:
         for number, engine in enumerate(self._engines.values()):
-            if engine.resume(_engine_folder(folder, number)) is None:
+            if engine.resume(engine_folder(folder, number)) is None:
                 raise StateError(f"{folder} has no checkpoint of model {number}; was it saved with fewer models?")
 
     # -- the end ----------------------------------------------------------------------------------------
@@ -299,31 +291,3 @@ class Accelerator(PlainAccelerator):
         if world is not None:
             world.close()
         super().end_training()
-
-
-def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
-
-
-def _engine_folder(folder: str, number: int) -> Path:
-    return Path(folder) / (STATE_FOLDER if number == 0 else f"{STATE_FOLDER}-{number}")
-
-
-def _generate_in_step(model: nn.Module) -> None:
-    """Let `generate()` of transformers go on until all ranks are done, and layers be called whether they are dropped or
-    not: what it does for models whose weights all ranks gather together."""
-    for module in model.modules():
-        if hasattr(module, "generation_config"):
-            module._is_fsdp_managed_module = True
-
-
-def _refuse(arguments: dict[str, Any]) -> None:
-    for name, engine in _REFUSED.items():
-        if arguments.get(name) is not None:
-            raise ConfigError(f"{name}= asks for {engine}, and a plan is in its place. Leave {name} out.")
-    for variable, engine in _REFUSED_VARIABLES.items():
-        if os.environ.get(variable, "false").lower() in ("true", "1", "yes"):
-            raise ConfigError(
-                f"{variable} is set, which asks for {engine}, and a plan is in its place. Start the script with "
-                f"shardwise launch, or torchrun."
-            )

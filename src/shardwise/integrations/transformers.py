@@ -10,24 +10,20 @@ import functools
 import inspect
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers.trainer
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.arguments import refuse_arguments
 from shardwise.integrations.folders import STATE_FOLDER, beside
 from shardwise.integrations.plans import PlanLike, require_agreement, without
 
-if TYPE_CHECKING:
-    _Base = transformers.trainer.Trainer
-else:
-    _Base = object
-
+_Base: Any = object
 _SCHEDULER = "scheduler.pt"
 
 
@@ -39,6 +35,7 @@ class ShardwiseTrainerMixin(_Base):
     device before the model is sharded, which happens with the first `train()`, `evaluate()` or `predict()`.
     """
 
+    optimizer: Any
     default_plan: PlanLike = "zero3"
     """What counts where `shardwise` is not given."""
 
@@ -49,7 +46,8 @@ class ShardwiseTrainerMixin(_Base):
     @property
     def engine(self) -> sw.Engine | None:
         """The engine of `self.model`, once it is sharded."""
-        return self.accelerator.engine_of(self.model)
+        engine: sw.Engine | None = self.accelerator.engine_of(self.model)
+        return engine
 
     # -- the accelerator --------------------------------------------------------------------------------
 
@@ -169,7 +167,7 @@ class ShardwiseTrainerMixin(_Base):
             raise CheckpointError(f"{checkpoint}/{STATE_FOLDER} has no checkpoint; was saving cut short? Take another.")
 
 
-def _adapters(model: nn.Module, engine: sw.Engine) -> dict[str, torch.Tensor]:
+def _adapters(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]:
     """Whole tensors of what `peft` saves: adapters, and modules that are trained beside them. All ranks call."""
     from peft import get_peft_model_state_dict
 
@@ -192,8 +190,9 @@ def sharded(trainer: type) -> type:
     """A Trainer class with the mixin in front of it."""
     if issubclass(trainer, ShardwiseTrainerMixin):
         return trainer
-    return type(trainer.__name__, (ShardwiseTrainerMixin, trainer), {"__doc__": trainer.__doc__, "__module__": __name__})
-
+    return type(
+        trainer.__name__, (ShardwiseTrainerMixin, trainer), {"__doc__": trainer.__doc__, "__module__": __name__}
+    )
 
 
 Trainer = sharded(transformers.trainer.Trainer)
