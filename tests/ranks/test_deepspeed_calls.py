@@ -154,10 +154,10 @@ def test_a_model_that_is_never_whole() -> None:
         ):
             pass
         engine, *_ = deepspeed.initialize(model=model, config={"zero_optimization": {"stage": 3}}, world=world)
-        return float(engine.shardwise.get("blocks.1.up.weight").sum())
+        return engine.shardwise.get("blocks.1.up.weight").sum().item()
 
     torch.manual_seed(3)
-    whole = float(Transformer().blocks[1].up.weight.sum())
+    whole = Transformer().blocks[1].up.weight.sum().item()
     assert run_ranks(1, rank_of) == [whole]
 
 
@@ -216,3 +216,74 @@ def test_refusals(tmp_path: Path) -> None:
             deepspeed.utils.safe_get_full_grad(nn.Parameter(torch.ones(1)))
 
     run_ranks(1, checkpoints)
+
+
+class Tokens(nn.Embedding):
+    """An embedding whose weight is the head's, too."""
+
+
+def as_head(layer: nn.Module, hidden: Tensor) -> Tensor:
+    return hidden @ layer.weight.T
+
+
+def layers() -> list[Any]:
+    spec = deepspeed.LayerSpec
+    tied = deepspeed.TiedLayerSpec
+    hidden = [spec(nn.Linear, 16, 16) for _ in range(4)]
+    return [
+        tied("tokens", Tokens, VOCAB, 16),
+        *hidden,
+        torch.tanh,
+        tied("tokens", Tokens, VOCAB, 16, forward_fn=as_head),
+    ]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_list_of_layers_trains_in_stages(stages: int) -> None:
+    torch.manual_seed(1)
+    model = deepspeed.PipelineModule(layers(), num_stages=stages, loss_fn=cross_entropy)
+    assert model[0].weight is model[-1].weight
+    twin = copy.deepcopy(model)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    for copied in [twin, *models]:
+        copied[-1].forward = lambda hidden, own=copied[-1]: as_head(own, hidden)
+    steps = torch.randint(VOCAB, (3, 4, 2, LENGTH), generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    wanted = []
+    for step in steps:
+        loss = torch.stack([cross_entropy(twin(tokens), tokens.roll(1, 1)) for tokens in step]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    replicas = 2 // stages
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // replicas,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 1},
+    }
+
+    def rank_of(world: sw.World) -> list[float]:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
+        assert isinstance(engine, deepspeed.PipelineEngine)
+        place = engine.shardwise.data_ranks[0]
+        losses = []
+        for step in steps:
+            share = step.chunk(replicas)[place]
+            pairs = iter([(tokens, tokens.roll(1, 1)) for tokens in share])
+            losses.append(engine.train_batch(pairs).item())
+        assert engine.global_steps == 3
+        pairs = iter([(tokens, tokens.roll(1, 1)) for tokens in steps[0].chunk(replicas)[place]])
+        assert engine.eval_batch(pairs).item() < wanted[0]
+        with pytest.raises(StateError, match="train_batch"):
+            engine(steps[0, 0])
+        return losses
+
+    for losses in run_ranks(2, rank_of):
+        assert losses == pytest.approx(wanted, rel=1e-5)

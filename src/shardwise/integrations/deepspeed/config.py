@@ -95,9 +95,13 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def read_config(
-    source: Mapping[str, Any] | str | Path, *, world_size: int, auto: Mapping[str, Any] | None = None
+    source: Mapping[str, Any] | str | Path,
+    *,
+    world_size: int,
+    auto: Mapping[str, Any] | None = None,
+    num_stages: int = 1,
 ) -> Reading:
-    """What the config at `source` comes to on `world_size` ranks.
+    """What the config at `source` comes to on `world_size` ranks, for a model in `num_stages` stages.
 
     `auto` gives values for fields that say `"auto"`, by their paths (`"zero_optimization.reduce_bucket_size"`); without
     one a field is as if it had not been set, and noted. Raises `ConfigError` for fields that contradict each other, and
@@ -107,19 +111,19 @@ def read_config(
     plan: dict[str, Any] = {}
     _set_precision(plan, values)
     _set_table(plan, values)
-    _set_mesh(plan, values, world_size)
+    split = _Split.of(values, num_stages, world_size)
+    _set_mesh(plan, values, split)
     clip = values.number("gradient_clipping")
     if clip > 0:
         plan["clip_grad_norm"] = float(clip)
-    replicas = world_size // (_tensor_ranks(values) * int(values.number("sequence_parallel_size")))
-    micro_batch, accumulate = _batches(values, replicas)
+    micro_batch, accumulate = _batches(values, split.replicas)
     if accumulate > 1:
         plan["accumulate"] = accumulate
     return Reading(
         plan,
         micro_batch,
         accumulate,
-        replicas,
+        split.replicas,
         int(values.number("zero_optimization.stage")),
         values.named("optimizer"),
         values.named("scheduler"),
@@ -323,34 +327,45 @@ def _edit(plan: dict[str, Any], row: str, **changes: str) -> None:
     plan.setdefault("rows", {}).setdefault(row, {}).update(changes)
 
 
-def _tensor_ranks(values: _Values) -> int:
-    both = [int(values.number(f"tensor_parallel.{name}")) for name in ("autotp_size", "tp.tp_size")]
-    return max(*both, 1)
+@dataclass(frozen=True)
+class _Split:
+    """How many ranks share in one sample, and how many samples there are at a time."""
+
+    stages: int
+    sequence: int
+    tensor: int
+    replicas: int
+
+    @classmethod
+    def of(cls, values: _Values, stages: int, world_size: int) -> _Split:
+        tensor = max(values.count(f"tensor_parallel.{name}") or 1 for name in ("tp.tp_size", "autotp_size"))
+        sequence = values.count("sequence_parallel_size") or 1
+        if world_size % (tensor * sequence * stages):
+            raise ConfigError(
+                f"{world_size} ranks do not divide by tensor_parallel ({tensor}) times sequence_parallel_size "
+                f"({sequence}) times stages ({stages})."
+            )
+        return cls(stages, sequence, tensor, world_size // (tensor * sequence * stages))
 
 
-def _set_mesh(plan: dict[str, Any], values: _Values, world_size: int) -> None:
-    tensor, sequence = _tensor_ranks(values), values.count("sequence_parallel_size") or 1
+def _set_mesh(plan: dict[str, Any], values: _Values, split: _Split) -> None:
     mics = int(values.number("zero_optimization.mics_shard_size"))
     hpz = int(values.number("zero_optimization.zero_hpz_partition_size"))
-    if world_size % (tensor * sequence):
-        raise ConfigError(
-            f"{world_size} ranks do not divide by tensor_parallel ({tensor}) times sequence_parallel_size ({sequence})."
-        )
     if mics > 1 and hpz > 1:
         raise ConfigError("mics_shard_size and zero_hpz_partition_size shard parameters in two ways. Keep one.")
+    data = {"dp": -1}
     if mics > 1 or hpz > 1:
         local = max(mics, hpz)
         if plan["preset"] != "zero3":
             raise ConfigError("mics_shard_size and zero_hpz_partition_size need stage 3.")
-        if (world_size // (tensor * sequence)) % local:
-            raise ConfigError(f"{world_size // (tensor * sequence)} data-parallel ranks do not divide by {local}.")
+        if split.replicas % local:
+            raise ConfigError(f"{split.replicas} data-parallel ranks do not divide by {local}.")
         plan["preset"] = "hsdp" if mics > 1 else "hpz"
-        plan["mesh"] = {"node": -1, "local": local}
-    elif tensor > 1 or sequence > 1:
-        plan["mesh"] = {"dp": -1}
-    for axis, size in (("sp", sequence), ("tp", tensor)):
-        if size > 1:
-            plan["mesh"][axis] = size
+        data = {"node": -1, "local": local}
+    inner = {axis: size for axis, size in (("sp", split.sequence), ("tp", split.tensor)) if size > 1}
+    outer = {"pp": split.stages} if split.stages > 1 else {}
+    if inner or outer or "local" in data:
+        plan["mesh"] = {**outer, **data, **inner}
 
 
 def _batches(values: _Values, replicas: int) -> tuple[int, int]:

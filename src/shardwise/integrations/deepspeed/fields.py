@@ -221,7 +221,7 @@ _OFFLOAD_OPTIMIZER = {
 }
 
 _TENSOR_PARALLEL = {
-    **_all(_HONOURED, "", autotp_size=0, **{"tp.tp_size": 1}),
+    **_all(_HONOURED, "", autotp_size=None, **{"tp.tp_size": 1}),
     **_all(_NOT_NEEDED, "the plan's precision", dtype="fp16"),
     **_all(_NOT_NEEDED, "groups follow from the mesh", **{"tp.tp_grain_size": 1, "tp.mpu": None, "tp.tp_group": None}),
     **_all(_NOT_NEEDED, "sums are sent as they are ready", tp_overlap_comm=False),

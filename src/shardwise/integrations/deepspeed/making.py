@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, nearest
 from shardwise.integrations.deepspeed.config import Named, Reading, read_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler
+from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
 from shardwise.integrations.deepspeed.schedules import make_schedule
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -63,7 +64,8 @@ def initialize(
     source = _config_of(args, config, config_params)
     joined = sw.World.join() if world is None else world
     try:
-        reading = read_config(source, world_size=joined.size)
+        stages = model.num_stages if isinstance(model, PipelineModule) else 1
+        reading = read_config(source, world_size=joined.size, num_stages=stages)
         made = _optimizer(optimizer, reading.optimizer, model, model_parameters)
         schedule = _schedule(lr_scheduler, reading.scheduler, made)
         inner = sw.shard(model, reading.plan, optimizer=made, world=joined)
@@ -71,10 +73,13 @@ def initialize(
         if world is None:
             joined.close(error)
         raise
-    engine = DeepSpeedEngine(inner, reading, made, schedule, collate_fn)
+    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    engine = kind(inner, reading, made, schedule, collate_fn)
     if joined.rank == 0 and (report := reading.report()):
         print(f"shardwise: of the DeepSpeed config\n{report}")
     loader = None if training_data is None else engine.deepspeed_io(training_data)
+    if isinstance(engine, PipelineEngine) and loader is not None:
+        engine.set_dataloader(loader)
     return engine, made, loader, schedule
 
 
