@@ -37,6 +37,7 @@ ON_HOST = {
     "activations": "what forwards save for backwards",
 }
 ON_DISK = {
+    "param": MEANINGS["param"],
     "optim": "one file for each flat buffer; read and written once in a step",
     "activations": ON_HOST["activations"],
 }
