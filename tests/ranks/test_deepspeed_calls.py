@@ -38,6 +38,10 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens, tokens.roll(1, 0))
 
 
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
 def plain(model: nn.Module, steps: list[Tensor]) -> tuple[list[float], list[float]]:
     """Losses and norms of the loop that DeepSpeed's config describes, on one process."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -85,15 +89,19 @@ def test_trains_as_the_plain_loop(stage: int, tmp_path: Path) -> None:
     def rank_of(world: sw.World) -> tuple[list[float], list[float], list[Tensor], dict[str, Any]]:
         first, *_ = deepspeed.initialize(model=models[0][world.rank], config=config(stage), world=world)
         losses, norms = trained(first, steps[:3], world.rank)
-        assert first.global_steps == 3 and first.micro_steps == 3 * GAS
+        assert first.global_steps == 3
+        assert first.micro_steps == 3 * GAS
         first.save_checkpoint(tmp_path, client_state={"epoch": 4})
         first.destroy()
         engine, optimizer, loader, schedule = deepspeed.initialize(
             model=models[1][world.rank], config_params=config((stage + 1) % 4), world=world
         )
-        assert optimizer is engine.optimizer and loader is None and schedule is engine.lr_scheduler
+        assert optimizer is engine.optimizer
+        assert loader is None
+        assert schedule is engine.lr_scheduler
         where, client = engine.load_checkpoint(tmp_path)
-        assert where == str(tmp_path / "global_step3") and engine.global_steps == 3
+        assert where == str(tmp_path / "global_step3")
+        assert engine.global_steps == 3
         more = trained(engine, steps[3:], world.rank)
         params = [engine.shardwise.get(name).clone() for name, _ in engine.module.named_parameters()]
         return losses + more[0], norms + more[1], params, client
@@ -119,13 +127,8 @@ def test_whole_tensors_of_a_parameter(tmp_path: Path) -> None:
         mine = models[world.rank]
         args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed"])
         args.deepspeed_config = str(tmp_path / "ds.json")
-        engine, *_ = deepspeed.initialize(
-            args,
-            mine,
-            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-            model_parameters=mine.parameters(),
-            world=world,
-        )
+        params = mine.parameters()
+        engine, *_ = deepspeed.initialize(args, mine, optimizer=sgd, model_parameters=params, world=world)
         weight, theirs = mine.blocks[0].up.weight, twin.blocks[0].up.weight
         engine.backward(loss_of(engine, step[0, world.rank]))
         torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(weight), theirs.grad)
@@ -134,7 +137,8 @@ def test_whole_tensors_of_a_parameter(tmp_path: Path) -> None:
         torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(weight), theirs - 0.1)
         deepspeed.utils.safe_set_full_fp32_param(weight, torch.full_like(theirs, 2.0))
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-            assert weight.shape == theirs.shape and weight[0, 0].item() == 2.0
+            assert weight.shape == theirs.shape
+            assert weight[0, 0].item() == 2.0
             if world.rank == 0:
                 weight.data[0, 0] = 3.0
         assert deepspeed.utils.safe_get_full_fp32_param(weight)[0, 0].item() == 3.0
@@ -176,7 +180,8 @@ def test_fp16_counts_what_it_skipped() -> None:
         engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
         rates = engine.get_lr()
         trained(engine, steps, world.rank)
-        assert engine.overflow and not engine.was_step_applied()
+        assert engine.overflow
+        assert not engine.was_step_applied()
         assert (engine.global_steps, engine.skipped_steps) == (2, 2)
         assert engine.get_lr() == rates  # the schedule waits for steps that are taken
         assert engine.cur_scale < 2.0**40
@@ -196,7 +201,7 @@ def test_refusals(tmp_path: Path) -> None:
         ):
             with pytest.raises(ConfigError, match=words):
                 deepspeed.initialize(model=model, world=world, **wrong)
-        with pytest.raises(ConfigError, match="no torch.optim.Optimizer"):
+        with pytest.raises(ConfigError, match=r"no torch\.optim\.Optimizer"):
             deepspeed.initialize(model=model, world=world, config={}, optimizer=lambda params: object())
 
     run_ranks(1, rank_of)

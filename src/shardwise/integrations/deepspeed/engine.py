@@ -184,7 +184,7 @@ class DeepSpeedEngine(nn.Module):
         """
         count = self._reading.accumulate if scale_wrt_gas else 1
         if retain_graph:
-            (self.shardwise.scale(loss) / count).backward(retain_graph=True)
+            (self.shardwise.scale(loss) / count).backward(retain_graph=True)  # type: ignore[no-untyped-call]
         elif scale_wrt_gas:
             self.shardwise.backward(loss)
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
 from torch import nn
 
 import shardwise as sw
@@ -54,7 +53,7 @@ def _gathered(params: OneOrSeveral, modifier_rank: int | None) -> AbstractContex
 
 
 def _listed(params: OneOrSeveral) -> list[nn.Parameter]:
-    if isinstance(params, torch.Tensor):
+    if isinstance(params, nn.Parameter):
         return [params]
     return list(params.parameters() if isinstance(params, nn.Module) else params)
 
