@@ -132,7 +132,7 @@ def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footpr
 
 
 def _refuse_waiting_gradients(sharded: ShardedModel) -> None:
-    if sharded.pipeline is not None and sharded.pipeline.halves_backwards and sharded.table.grad.shard:
+    if sharded.pipeline is not None and sharded.pipeline.halved_params is not None and sharded.table.grad.shard:
         raise ConfigError(
             "Under the schedule zb-h1 with sharded gradients a stage's whole gradient waits for the second half of a "
             "backward, which no rehearsal counts yet. Rehearse with schedule 1f1b, or with zero1."

@@ -63,6 +63,7 @@ class Mover:
     def fetch_param(self, _: Action) -> None:
         """Start to bring what rests on the host, or on a disk, to its place in `full`."""
         flat = self.flat
+        flat.owes_free = False
         if flat.state is not FullState.ABSENT:
             return
         self._spread = flat.spec.table.param.shard
@@ -119,6 +120,7 @@ class Mover:
     def _gather(self, axis: str, source: Tensor, shard: Axes) -> None:
         flat = self.flat
         if flat.is_whole:
+            flat.owes_free = False
             return
         if flat.state is FullState.GATHERING and axis not in self._spread:
             return

@@ -89,7 +89,9 @@ class Flat:
         self.stays = False
         """Whether the whole buffer, once it is there, is not to be freed, since a graph may still read it."""
         self.lasts = False
-        """Likewise, but only until the pass ends."""
+        """Likewise, but only until the backward ends."""
+        self.owes_free = False
+        """Whether it would have been freed otherwise, and has not been asked for since."""
         self.full = torch.empty(0)
         self._bytes_of_full: Releasable | None = None
         self.param = torch.empty(0)
@@ -255,7 +257,8 @@ class Flat:
 
     def free_full(self) -> None:
         """Let the bytes of `full` go. Asked twice, or of one that is resident, stays or lasts, it does nothing."""
-        if self.state is FullState.READY and not (self.stays or self.lasts):
+        self.owes_free = self.state is FullState.READY and (self.stays or self.lasts)
+        if self.state is FullState.READY and not self.owes_free:
             if self.shared is not None:
                 self.shared.renew()
             elif self._bytes_of_full is not None:
