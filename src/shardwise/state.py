@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.access import with_extra_state
+from shardwise.budget import Known, within_budget
 from shardwise.checkpoint import (
     Content,
     Entry,
@@ -34,8 +35,7 @@ from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
 from shardwise.sharded_model import ShardedModel, scaler_for
-from shardwise.sharding import check_batch_norms, design, ranks_of, require_units, settings_of
-from shardwise.storage import within_budget
+from shardwise.sharding import check_batch_norms, design, ranks_of, require_units, settings_of, tell_fitted
 
 
 class State:
@@ -180,7 +180,9 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    plan = within_budget(model, plan, mesh, ranks_of(world), sharded.sharding.updates)
+    known = Known(sharded.sharding.boxes, sharded.sharding.experts)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, known=known)
+    plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
     require_units(model, designed, sharded.sharding.updates)
@@ -198,7 +200,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
         progress = replace(progress, scaler=scaler_for(plan))
     belongings = TrainingState(sharded.flats, sharded.optimizer, world)
     sharded.take_down()
-    sharding = designed.carry_out(world, device, updates, disk)
+    tell_fitted(fitted, world)
+    sharding = replace(designed.carry_out(world, device, updates, disk), fitted=fitted.said)
     states: dict[str, dict[str, Any]] = {}
     for unit in sharding.units:
         for flat in unit.flats:

@@ -1,7 +1,6 @@
 """Units chosen from a module tree, and the flat memory they live in."""
 
 from shardwise.storage.boxes import part_of, put_part
-from shardwise.storage.budget import Ranks, within_budget
 from shardwise.storage.disk_folder import open_disk
 from shardwise.storage.disk_memory import DiskMemory, DiskRows
 from shardwise.storage.dtypes import torch_dtype
@@ -13,7 +12,7 @@ from shardwise.storage.memory import is_dense, on_host
 from shardwise.storage.overlap import agrees, copy_into, may_overlap
 from shardwise.storage.select import UnitChoice, choose_units
 from shardwise.storage.shared import share
-from shardwise.storage.tables import LabelledTable, tables_for
+from shardwise.storage.tables import LabelledTable, tables_for, trained_numel
 from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "FullState",
     "HostMemory",
     "LabelledTable",
-    "Ranks",
     "Unit",
     "UnitChoice",
     "agrees",
@@ -45,6 +43,6 @@ __all__ = [
     "share",
     "tables_for",
     "torch_dtype",
+    "trained_numel",
     "unit_spec",
-    "within_budget",
 ]
