@@ -185,6 +185,7 @@ def describe(sharded: ShardedModel) -> str:
         *_said_transports(sharded),
         f"table, computing in {table.compute}, gradients travelling in {table.wire}",
         *(f"  {kind:6} {table.place(kind)}" for kind in KINDS),
+        *sharded.sharding.fitted.splitlines(),
         f"{len(units)} units",
         *(f"  {unit.name:24} {_said_unit(unit.spec, sharded.sharding.treatments)}" for unit in units),
         "bytes of this rank, as promised",

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.access import with_extra_state
+from shardwise.budget import Known, within_budget
 from shardwise.checkpoint import (
     Content,
     Entry,
@@ -45,8 +46,8 @@ from shardwise.sharding import (
     require_elementwise,
     require_units,
     settings_of,
+    tell_fitted,
 )
-from shardwise.storage import within_budget
 
 
 class State:
@@ -199,7 +200,9 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    plan = within_budget(model, plan, mesh, ranks_of(world), sharded.sharding.updates)
+    known = Known(sharded.sharding.boxes, sharded.sharding.experts)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, known=known)
+    plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
     require_elementwise(model, designed, sharded.sharding.updates)
@@ -220,9 +223,10 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     dealt = _dealt_out(model, had_experts, designed)
     belongings = TrainingState(sharded.flats, sharded.optimizer, world, dealt)
     sharded.take_down()
+    tell_fitted(fitted, world)
     if had_experts is not None:
         had_experts.undo()
-    sharding = designed.carry_out(world, device, updates, disk)
+    sharding = replace(designed.carry_out(world, device, updates, disk), fitted=fitted.said)
     belongings.learn_new([flat for unit in sharding.units for flat in unit.flats])
     states: dict[str, dict[str, Any]] = {}
     for unit in sharding.units:
