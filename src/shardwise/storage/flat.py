@@ -171,7 +171,7 @@ class Flat:
             mine = slot.span.overlap(self.param_span)
             if mine.numel:
                 self._keep(mine, values(index, mine.within(slot.span)).to(self.kept_dtype))
-            param.data = views[index]  # only now: it may have been where the values came from
+            _show(param, views[index])  # only now: it may have been where the values came from
         if self.rows is not None:
             self.rows.leave_memory()
 
@@ -186,7 +186,7 @@ class Flat:
         """Memory for what this rank keeps, zero so far, and the parameters views of `full`: for values that are moved
         here from another layout. Trainable ones go into `master`, frozen ones into `param`."""
         for param, view in zip(self.params, self._lay_out(), strict=True):
-            param.data = view
+            _show(param, view)
 
     def _lay_out(self) -> list[Tensor]:
         """Memory for what this rank keeps, zero between the parameters. Returns each parameter's view of `full`."""
@@ -392,6 +392,18 @@ class Flat:
         self.land()
         mine = self.slots[index].span.overlap(self.param_span)
         return _part(self.param, mine.within(self.param_span))
+
+
+def _show(param: torch.nn.Parameter, view: Tensor) -> None:
+    """Make `view` the data of `param`.
+
+    A graph that somebody still holds keeps the parameter's accumulator alive, which expects gradients of the old shape;
+    torch makes a new one only where dtype or device change.
+    """
+    if param.shape != view.shape:
+        other = torch.float32 if param.dtype == torch.float64 else torch.float64
+        param.data = torch.empty(0, dtype=other, device=view.device)
+    param.data = view
 
 
 def _part(tensor: Tensor, span: Span) -> Tensor:
