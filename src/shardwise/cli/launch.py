@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import sys
 import warnings
 from pathlib import Path
 
 from shardwise import launch
+from shardwise.config import load_plan
+from shardwise.integrations.accelerate_config import read_accelerate_config
 from shardwise.launch.job import Job, describe
 
 
@@ -26,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what ranks get to end by themselves after a signal or a failure (default: 10)",
     )
     option("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    option("--shardwise", metavar="PLAN", help="the plan for an unmodified script's Trainer or Accelerator")
+    option("--accelerate-config", type=Path, metavar="FILE", help="a file of `accelerate config`: ranks and plan")
     option("-m", "--module", action="store_true", help="run a module, as `python -m` does")
     # PARSER is REMAINDER that wants at least one and leaves a "--" among the script's own alone
     option("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
@@ -42,6 +49,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.accelerate_config is not None:
+        _take_accelerate_config(args)
+    if args.shardwise is not None and not args.shardwise.startswith("{"):
+        load_plan(args.shardwise)
     job = _job(args, nproc=1 if args.nproc is None else args.nproc)
     job.check()
     with launch.listen(job.port) as listener:  # both before torch is imported: a mistake is told at once
@@ -52,6 +63,19 @@ def _run(args: argparse.Namespace) -> int:
             print(describe(job, on_cpu=num_gpus == 0))
             return 0
         return launch.supervise(job, listener, on_cpu=num_gpus == 0)
+
+
+def _take_accelerate_config(args: argparse.Namespace) -> None:
+    """What is said on the command line counts more than the file, and what has no place here is listed."""
+    config = read_accelerate_config(args.accelerate_config)
+    if args.shardwise is not None:
+        config.not_understood.append(f"the plan {json.dumps(config.plan)}: --shardwise {args.shardwise} counts")
+    for line in config.not_understood:
+        print(f"shardwise: {args.accelerate_config}: not understood: {line}", file=sys.stderr)
+    args.shardwise = args.shardwise or json.dumps(config.plan)
+    args.nproc = args.nproc or config.nproc
+    args.port = args.port or config.port
+    os.environ.update(config.environment)
 
 
 def _job(args: argparse.Namespace, nproc: int) -> Job:
@@ -65,4 +89,5 @@ def _job(args: argparse.Namespace, nproc: int) -> Job:
         threads=args.threads,
         log_dir=args.log_dir,
         grace_seconds=args.timeout,
+        plan=args.shardwise,
     )

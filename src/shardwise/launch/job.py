@@ -26,6 +26,8 @@ class Job:
     threads: int | None = None
     log_dir: Path | None = None
     grace_seconds: float = 10.0
+    plan: str | None = None
+    """What Trainer and Accelerator of the script are to train by; its name is given to `integrations.run`."""
 
     def check(self) -> None:
         """Refuse what cannot run, with a sentence."""
@@ -46,7 +48,8 @@ class Job:
     def rank_command(self) -> list[str]:
         """The command line of every rank."""
         module = ["-m"] if self.is_module else []
-        return [sys.executable, "-m", "shardwise.launch.worker", *module, *self.command]
+        over = [] if self.plan is None else ["-m", "shardwise.integrations.run", "--plan", self.plan]
+        return [sys.executable, "-m", "shardwise.launch.worker", *over, *module, *self.command]
 
 
 def describe(job: Job, on_cpu: bool) -> str:
