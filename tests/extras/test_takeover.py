@@ -1,4 +1,4 @@
-"""Scripts that know nothing of shardwise, under `shardwise launch --shardwise`, and beside a plain run of themselves."""
+"""Scripts that know nothing of shardwise, under `shardwise launch --shardwise`, beside a plain run of themselves."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 COMMON: dict[str, Any] = {
-    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "use_cpu": True, "report_to": [], "max_steps": 4,
-    "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 3e-3, "seed": 3, "bf16": False,
-    "max_length": 16, "dataset_num_proc": None,
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "use_cpu": True, "report_to": [],
+    "max_steps": 4, "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 3e-3,
+    "seed": 3, "bf16": False, "max_length": 16, "dataset_num_proc": None,
 }  # fmt: skip
 
 
