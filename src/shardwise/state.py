@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from shardwise.mesh import Mesh
 from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
-from shardwise.sharded_model import ShardedModel, scaler_for
+from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import (
     Design,
     check_batch_norms,
@@ -46,7 +46,7 @@ from shardwise.sharding import (
     require_units,
     settings_of,
 )
-from shardwise.storage import within_budget
+from shardwise.storage import DiskMemory, within_budget
 
 
 class State:
@@ -208,16 +208,34 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     require_states_for_disk(model, sharded.optimizer.members if sharded.optimizer is not None else (), tables)
     if sharded.gradients.exist():
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
-    optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
-    device, updates, before_change = sharded.sharding.device, sharded.sharding.updates, sharded.before_change
     had = sharded.disk
     if had is not None:
         had.require_whole()
-    disk = designed.open_disk(world, model, device, updates, had)
+    disk = designed.open_disk(world, model, sharded.sharding.device, sharded.sharding.updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
-    had_experts = sharded.sharding.experts
-    dealt = _dealt_out(model, had_experts, designed)
+    dealt = _dealt_out(model, sharded.sharding.experts, designed)
+    try:
+        renewed = _moved(sharded, designed, disk, progress, dealt)
+    except BaseException:
+        if disk is not None and disk is not had:
+            disk.close()
+        raise
+    if had is not None and had is not disk:
+        had.close()
+    elif had is not None:
+        had.leave_former()
+    renewed.runner.step.restore_params()
+    return renewed
+
+
+def _moved(
+    sharded: ShardedModel, designed: Design, disk: DiskMemory | None, progress: Progress, dealt: Sequence[str]
+) -> ShardedModel:
+    """The same model and optimizers as `designed`, with all that `sharded` has, which is taken down."""
+    model, world, before_change = sharded.model, sharded.world, sharded.before_change
+    device, updates, had_experts = sharded.sharding.device, sharded.sharding.updates, sharded.sharding.experts
+    optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
     belongings = TrainingState(sharded.flats, sharded.optimizer, world, dealt)
     sharded.take_down()
     if had_experts is not None:
@@ -228,14 +246,11 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     for unit in sharding.units:
         for flat in unit.flats:
             states |= belongings.move_into(flat, world.collectives(device))
-    carry_out_experts(model, sharding.experts, mesh, world, device)
+    carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
     renewed = ShardedModel(model, optimizers, sharding, world, progress, before_change)
     if renewed.optimizer is not None:
         for piece in renewed.optimizer.pieces:
             renewed.optimizer.put_state(piece, states.pop(piece.name, {}))
-    if had is not None and had is not disk:
-        had.close()
-    renewed.runner.step.restore_params()
     return renewed
 
 

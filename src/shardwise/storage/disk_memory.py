@@ -2,9 +2,9 @@
 
 [Note: rows on a disk] Between steps tensors on the tier `disk` say by their address where in its file each of them
 lies, and whoever wants to read or write one (access, checkpoints, a change of plan) gives it to `DiskRows.read` and
-`write`, which go past the page cache, piece by piece: a process holds no more of a file than it asks for, and an error of
-the disk is raised as any other. In a step a file is read as a whole into one of a few buffers, in which the optimizer
-finds its tensors; it is written back from there while the next one, which was read meanwhile, is updated.
+`write`, which go past the page cache, piece by piece: a process holds no more of a file than it asks for, and an error
+of the disk is raised as any other. In a step a file is read as a whole into one of a few buffers, in which the
+optimizer finds its tensors; it is written back from there while the next one, which was read meanwhile, is updated.
 
 The addresses are those of the file, mapped into memory, where whoever reads them all the same finds what is there:
 kernels keep mapped pages coherent with what goes past them. Nobody uses them while the file is in a buffer.
@@ -27,7 +27,7 @@ from shardwise.telemetry import ByteMeter
 from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder
 
 Tensor = torch.Tensor
-PIECE_BYTES = 2**24
+PIECE_BYTES = 2**23
 """Most that is read or written at once between steps."""
 
 
