@@ -118,9 +118,15 @@ class State:
         if sharded.disk is not None:
             sharded.disk.abandon()
             sharded.find_states()
-        open_params = sharded.runner.step.open_params
+
+
+        def before_change() -> None:
+            sharded.runner.step.open_params()
+            if sharded.disk is not None:
+                sharded.disk.begin_change()
+
         loaded = load(
-            path, content(sharded), sharded.optimizer, sharded.world, self.remembered, before_change=open_params
+            path, content(sharded), sharded.optimizer, sharded.world, self.remembered, before_change=before_change
         )
         if sharded.disk is not None:
             sharded.disk.settle()
