@@ -34,7 +34,7 @@ from shardwise.storage.releasable import Releasable, releasable
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
-_PIECE_NUMEL = 2**22
+_PIECE_NUMEL = 2**20
 """Elements of master weights that are taken from a disk at once."""
 
 
