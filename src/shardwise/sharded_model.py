@@ -223,7 +223,7 @@ class ShardedModel:
         """After a failed step: let tensors be where the disk's rows are."""
         for flat in self.flats:
             if flat.rows is not None:
-                flat.find_master()
+                flat.find_rows()
         if self.optimizer is not None:
             self.optimizer.find_states()
 

@@ -238,7 +238,8 @@ def _bytes_grid(explained: Explanation) -> Grid:
         grid.add_row(Text(f"{kind} on the host", "cyan"), format_bytes(num_bytes), "", Text(ON_HOST[kind], "dim"))
     if explained.held.disk is not None:
         said = Text("one file for each flat buffer; read and written once in a step", "dim")
-        grid.add_row(Text("optim on the disk", "cyan"), format_bytes(explained.held.disk.optim), "", said)
+        for kind, num_bytes in explained.held.disk.by_kind.items():
+            grid.add_row(Text(f"{kind} on the disk", "cyan"), format_bytes(num_bytes), "", said)
     return grid
 
 

@@ -3,6 +3,7 @@
 from shardwise.storage.boxes import part_of, put_part
 from shardwise.storage.disk_folder import open_disk
 from shardwise.storage.disk_memory import DiskMemory, DiskRows
+from shardwise.storage.disk_reads import DiskRead
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.flat import AtRest, Flat, FullState, is_at_rest
 from shardwise.storage.fresh import FreshGradients
@@ -20,6 +21,7 @@ __all__ = [
     "Copied",
     "Copy",
     "DiskMemory",
+    "DiskRead",
     "DiskRows",
     "Flat",
     "FlatGradients",

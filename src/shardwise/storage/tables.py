@@ -12,6 +12,7 @@ from shardwise.config import Offload, Plan, Rule
 from shardwise.errors import ConfigError, nearest
 from shardwise.mesh import Mesh
 from shardwise.placement import (
+    Box,
     Offloaded,
     Table,
     check_offload,
@@ -19,7 +20,7 @@ from shardwise.placement import (
     ruled_tables,
     table_for,
 )
-from shardwise.storage.select import UnitChoice, choose_units
+from shardwise.storage.select import UnitChoice, choose_units, whole_numel
 
 SMALL = "small"
 
@@ -32,32 +33,43 @@ class LabelledTable:
     table: Table
 
 
-def tables_for(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
-    """The row of every parameter. Raises `ConfigError` for a rule that fits none."""
+def tables_for(
+    model: nn.Module, plan: Plan, mesh: Mesh, known: Mapping[nn.Parameter, Box] | None = None
+) -> dict[nn.Parameter, LabelledTable]:
+    """The row of every parameter, by the sizes of whole ones: `known` says of a model that is cut already which parts
+    its parameters are. Raises `ConfigError` for a rule that fits none."""
+    boxes = known or {}
     owners = _owners(model)
     common = LabelledTable("", table_for(plan, mesh))
     small = LabelledTable(SMALL, resident_table(plan, mesh)) if plan.resident_below else common
     ruled = {name: LabelledTable(name, table) for name, table in ruled_tables(plan, mesh).items()}
     rows, used = {}, set()
     for name, param in model.named_parameters():
-        fitting = next((rule for rule in plan.rules if _fits(plan.rules[rule], name, owners[param], param)), None)
+        fitting = next(
+            (rule for rule in plan.rules if _fits(plan.rules[rule], name, owners[param], whole_numel(param, boxes))),
+            None,
+        )
         if fitting is not None:
             used.add(fitting)
             rows[param] = ruled[fitting]
         else:
-            rows[param] = small if param.numel() < plan.resident_below else common
+            rows[param] = small if whole_numel(param, boxes) < plan.resident_below else common
     for unused in set(ruled) - used:
         raise _fits_nothing(unused, plan.rules[unused], model, owners)
-    return rows if plan.offload == Offload() else _offloaded(rows, model, plan, mesh)
+    return rows if plan.offload == Offload() else _offloaded(rows, model, plan, mesh, boxes)
 
 
 def _offloaded(
-    rows: dict[nn.Parameter, LabelledTable], model: nn.Module, plan: Plan, mesh: Mesh
+    rows: dict[nn.Parameter, LabelledTable],
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    boxes: Mapping[nn.Parameter, Box],
 ) -> dict[nn.Parameter, LabelledTable]:
     """The same with the units off the device that are the plan's share of the model, by elements that are trained."""
     check_offload(plan, mesh)
-    units = choose_units(model, plan)
-    offloaded = Offloaded.of(plan.offload, [trained_numel(unit) for unit in units])
+    units = choose_units(model, plan, boxes)
+    offloaded = Offloaded.of(plan.offload, [trained_numel(unit, boxes) for unit in units])
     changed = dict(rows)
     for place in offloaded.updated:
         for param in units[place].params.values():
@@ -66,9 +78,9 @@ def _offloaded(
     return changed
 
 
-def trained_numel(unit: UnitChoice) -> int:
-    """Elements of a unit by which shares of a model are counted."""
-    return sum(param.numel() for param in unit.params.values() if param.requires_grad)
+def trained_numel(unit: UnitChoice, known: Mapping[nn.Parameter, Box] | None = None) -> int:
+    """Elements of a unit by which shares of a model are counted: those of whole parameters."""
+    return sum(whole_numel(param, known or {}) for param in unit.params.values() if param.requires_grad)
 
 
 def _owners(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -81,11 +93,11 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, str]:
     return owners
 
 
-def _fits(rule: Rule, name: str, owner: str, param: nn.Parameter) -> bool:
+def _fits(rule: Rule, name: str, owner: str, numel: int) -> bool:
     return (
         (rule.params is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.params))
         and (rule.classes is None or owner in rule.classes)
-        and (rule.max_numel is None or param.numel() <= rule.max_numel)
+        and (rule.max_numel is None or numel <= rule.max_numel)
     )
 
 
