@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.access import with_extra_state
-from shardwise.budget import Known, within_budget
+from shardwise.budget import within_budget
 from shardwise.checkpoint import (
     Content,
     Entry,
@@ -206,8 +206,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    known = Known(sharded.sharding.boxes, sharded.sharding.experts)
-    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, known=known)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, is_live=True)
     plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)

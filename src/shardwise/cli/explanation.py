@@ -194,10 +194,12 @@ def said_on_host(flats: Sequence[FlatSpec]) -> str:
     what: dict[Buffer, str] = {"param": "parameters", "grad": "gradients", "master": "update"}
     trained = [flat for flat in flats if flat.trainable] or list(flats)
     on_disk = any(flat.tier_of("master") == "disk" for flat in trained)
+    rests = any(flat.rests_on_disk for flat in trained)
     there = [word for buffer, word in what.items() if any(flat.tier_of(buffer) == "host" for flat in trained)]
     there += ["update"] if on_disk else []
     said = [f"{', '.join(there)} on the host"] if there else []
-    return ", ".join([*said, "states on the disk"] if on_disk else said)
+    below = [word for word, is_there in (("parameters", rests), ("states", on_disk)) if is_there]
+    return ", ".join([*said, f"{' and '.join(below)} on the disk"] if below else said)
 
 
 def stand_in(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
