@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import nn
+
 from shardwise.config import Plan
 from shardwise.errors import ConfigError
+from shardwise.experts import loaded
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.program.schedule import picture, timed
@@ -91,18 +94,26 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     )
 
 
-def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footprint:
+def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
     """What a step on `batch` will hold on this rank, activations included."""
+
+    @contextmanager
+    def around(twin: nn.Module) -> Iterator[None]:
+        with loaded(twin, expert_load), ExitStack() as stack:
+            if sharded.sequence is not None:
+                stack.enter_context(sharded.sequence.rehearsed(twin))
+            yield
+
     sharding, compute = sharded.sharding, sharded.table.compute
     specs = tuple(unit.spec for unit in sharding.units)
     if sharded.pipeline is None:
-        around = None if sharded.sequence is None else sharded.sequence.rehearsed
         activations = rehearse(
             sharded.model, sharding.units, batch, device=sharding.device, compute=compute, loss=loss, around=around
         )
         return _footprint(sharded, specs, activations)
     _refuse_waiting_gradients(sharded)
-    stages = StageRehearsal(sharded.pipeline.staged, sharding.units, batch, sharding.device, compute, loss)
+    staged = sharded.pipeline.staged
+    stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, around)
     return _footprint(sharded, specs, *stages.activations(sharded.pipeline.exchange))
 
 
