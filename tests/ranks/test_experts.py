@@ -500,3 +500,26 @@ def test_what_cannot_be_is_refused_before_anything_changes(
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(ModelError, match="Linear has none that are known"):
         run_ranks(2, lambda world: sw.shard(nn.Linear(4, 4), {"mesh": {"ep": 2}}, world=world))
+
+
+class Listed(nn.Module):
+    """A mixture as many are written: a module for each expert, called with its tokens in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[chosen == number] = expert(x[chosen == number])
+        return out
+
+
+def test_experts_that_are_modules_of_their_own_are_refused_with_what_takes_their_place() -> None:
+    models = [nn.Sequential(Listed(), Listed()) for _ in range(2)]
+    said = r"0.experts has 3 experts as modules of their own, which 0 calls .* shardwise.experts.MoE\(.*num_experts=3"
+    with pytest.raises(ModelError, match=said):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world))
