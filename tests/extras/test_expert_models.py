@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+
+# peft asks transformers by a name that will go.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 Tensor = torch.Tensor
 NUM_STEPS = 4
@@ -140,7 +144,8 @@ def built(kind: str, sizes: dict[str, Any]) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-3, eps=1e-4)
 
 
 def rows(step: int) -> list[Tensor]:
@@ -156,7 +161,11 @@ CASES += [(name, *MESHES[place % 2]) for place, name in enumerate(OTHERS)]
 @pytest.mark.parametrize(("name", "preset", "mesh"), CASES, ids=[f"{name}-{preset}" for name, preset, _ in CASES])
 def test_it_trains_as_itself(name: str, preset: str, mesh: dict[str, int]) -> None:
     """The loss that balances experts is that of each rank's own tokens, as it is under data parallelism."""
-    twin = built(*{**MODELS, **OTHERS}[name])
+    race(built(*{**MODELS, **OTHERS}[name]), preset, mesh)
+
+
+def race(twin: nn.Module, preset: str, mesh: dict[str, int]) -> None:
+    """Four ranks beside one process."""
     models = [copy.deepcopy(twin) for _ in range(4)]
     optimizer = optimizer_of(twin)
     expected = []
@@ -223,4 +232,46 @@ def test_experts_of_other_shapes_are_refused_by_their_names(name: str) -> None:
     kind, sizes, said = STRANGERS[name]
     models = [built(kind, sizes) for _ in range(2)]
     with pytest.raises(ModelError, match=rf"\({said}\) has no ep_plan that says which of its parameters are stacked"):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world))
+
+
+SHARED = ["q_proj", "v_proj", "shared_expert.up_proj", "shared_expert.down_proj"]
+ADAPTED: list[tuple[str, list[str], str, dict[str, int]]] = [
+    ("mixtral, with its loss", ["q_proj", "o_proj"], "zero3", {"dp": 2, "ep": 2}),
+    ("mixtral", ["k_proj", "lm_head"], "zero1", {"ep": 4}),
+    ("qwen2_moe", SHARED, "zero3", {"dp": 2, "ep": 2}),
+    ("deepseek_v3", ["kv_b_proj", "o_proj"], "zero2", {"ep": 2, "dp": 2}),
+]
+
+
+def adapted(name: str, **lora: Any) -> nn.Module:
+    """Adapters that add something, as `lora_B` does after some steps; `r` of 4."""
+    model: nn.Module = get_peft_model(built(*MODELS[name]), LoraConfig(r=4, **lora))
+    for key, param in model.named_parameters():
+        if "lora_B" in key:
+            nn.init.normal_(param, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize(("name", "targets", "preset", "mesh"), ADAPTED, ids=[one[0] for one in ADAPTED])
+def test_adapters_beside_experts_train_as_by_themselves(
+    name: str, targets: list[str], preset: str, mesh: dict[str, int]
+) -> None:
+    """The experts are frozen, and their tokens travel all the same."""
+    race(adapted(name, target_modules=targets), preset, mesh)
+
+
+def test_adapters_beside_experts_that_are_trained() -> None:
+    """In full, beside adapters on attention."""
+    model = adapted("mixtral", target_modules=["q_proj", "v_proj"])
+    for key, param in model.named_parameters():
+        if "experts" in key:
+            param.requires_grad_(True)
+    race(model, "zero3", {"dp": 2, "ep": 2})
+
+
+def test_adapters_on_the_parameters_of_experts_are_refused() -> None:
+    target = "mlp.experts.gate_up_proj"
+    models = [adapted("mixtral", target_modules=["q_proj"], target_parameters=[target]) for _ in range(2)]
+    with pytest.raises(ModelError, match=r"mlp.experts has adapters on the parameters of its experts"):
         run_ranks(2, lambda world: sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world))

@@ -26,6 +26,9 @@ _ARGUMENTS = (
 _STACKED = "grouped_gemm"
 """What an `ep_plan` of transformers says of a parameter whose first dimension counts experts."""
 
+_ADAPTED = "base_layer"
+"""Where the peft library keeps a module that it wraps."""
+
 
 @dataclass(frozen=True)
 class ExpertModule:
@@ -176,6 +179,13 @@ def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
         if isinstance(module, Experts):
             yield ExpertModule.of(path, module, own.values(), module.num_experts)
             continue
+        bare = path.replace(f".{_ADAPTED}", "")
+        if bare != path and any(_fits(f"{bare}.{name}", one) for name in own for one in patterns):
+            raise ModelError(
+                f"{bare} has adapters on the parameters of its experts (target_parameters of peft), which look at all "
+                f"experts at once, and along {AXIS} a rank has some. Adapt other modules (target_modules), or leave "
+                f"{AXIS} out of the mesh."
+            )
         stacked = [param for name, param in own.items() if any(_fits(f"{path}.{name}", one) for one in patterns)]
         if stacked:
             yield _of_transformers(path, module, stacked)
