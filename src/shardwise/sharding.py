@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from shardwise.activations import Treatments, treatments_for
 from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
-from shardwise.cuts import Boxes, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
+from shardwise.cuts import Boxes, boxes_after, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, check_routers, expert_split
@@ -63,6 +64,8 @@ class Sharding:
     """Which rank along `ep` has which experts, if there are such ranks."""
     disk: DiskMemory | None = None
     """What keeps the rows on a disk, if there are such."""
+    treatments: Treatments = field(default_factory=Treatments)
+    """Units whose activations are recomputed, or kept elsewhere."""
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +89,7 @@ class Design:
     """How the model itself is to be cut."""
     experts: ExpertSplit | None = field(repr=False, default=None)
     stages: StageLayout | None = None
+    treatments: Treatments = field(default_factory=Treatments)
 
     def of_stages(self, staged: StagedModel) -> Design:
         """What is left of it on a rank that has some stages of the model."""
@@ -103,16 +107,26 @@ class Design:
                 name = f"{choice.name}+" if alone else choice.name
                 choices.append(replace(choice, name=name, params=shared, sites=sites))
         rows = {param: row for param, row in self.rows.items() if param in own}
-        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes))
+        treatments = self.treatments.within(staged.model)
+        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes), treatments=treatments)
 
     def open_disk(
-        self, world: World, device: torch.device, updates: Updates, known: DiskMemory | None = None
+        self, world: World, model: nn.Module, device: torch.device, updates: Updates, known: DiskMemory | None = None
     ) -> DiskMemory | None:
-        """What is to keep the rows on a disk, if there are such; `known` is what keeps those of the plan before. All
+        """What is to keep the rows on a disk, if any rank has such; `known` is what keeps those of the plan before. All
         ranks call."""
+        has_rows = any("disk" in (row.table.optim.tier, row.table.param.tier) for row in self.rows.values())
+        if not has_rows and not self.treatments.have("disk"):
+            return None
+        choices = [replace(choice, boxes=self.boxes) for choice in self.choices]
+        if self.stages is not None:
+            own = self.stages.params_at(model, self.mesh.coordinate(world.rank)[STAGES])
+            choices = [
+                replace(choice, params={name: param for name, param in choice.params.items() if param in own})
+                for choice in choices
+            ]
         on_cpu = world.collectives(device).is_host
-        every = (unit_spec(choice, self.rows, self.mesh, updates, on_cpu=on_cpu) for choice in self.choices)
-        specs = [spec for spec in every if spec.flats]
+        specs = [unit_spec(choice, self.rows, self.mesh, updates, on_cpu=on_cpu) for choice in choices]
         return open_disk(specs, self.plan, self.mesh, world, device, known)
 
     def carry_out(
@@ -135,26 +149,35 @@ class Design:
             flat.keep_below(host, disk)
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
-        return replace(laid, experts=self.experts, disk=disk)
+        return replace(laid, experts=self.experts, disk=disk, treatments=self.treatments)
 
 
 def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:
     """Raises `ConfigError` or `ModelError` for a plan that cannot be meant for this model on the ranks of `world`.
 
-    `known` is how the model, if it is cut already, lies now.
+    `known` is how the model, if it is sharded already, lies now.
     """
     mesh = mesh_for(plan, world.size, world.local_size)
-    experts = expert_split(model, plan, mesh, world.rank) if known is None else known.experts
-    rows = rows_for(model, plan, mesh, experts)
+    had = known.experts if known is not None else None
+    parts = known.boxes if known is not None else None
+    experts = expert_split(model, plan, mesh, world.rank, had)
+    rows = rows_for(model, plan, mesh, experts, parts)
     tables = [row.table.on(mesh) for row in rows.values()]
     if SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1:
         check_sequence(model, plan)
     check_backend(plan.compile, stays_whole=all(table.param == table.full for table in tables))
     split = split_of(model, plan, mesh, world.rank, experts) if known is None else None
-    boxes = boxes_for(model, mesh, world.rank, split, experts) if known is None else known.boxes
+    if parts is None:
+        boxes = boxes_for(model, mesh, world.rank, split, experts)
+    else:
+        boxes = boxes_after(model, mesh, world.rank, parts, had, experts)
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
     check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
-    return Design(plan, mesh, table_for(plan, mesh), choose_units(model, plan), rows, boxes, split, experts, stages)
+    choices = choose_units(model, plan, parts)
+    treatments = treatments_for(model, choices, plan)
+    if stages is not None:
+        treatments.check_stages(model, stages.pieces)
+    return Design(plan, mesh, table_for(plan, mesh), choices, rows, boxes, split, experts, stages, treatments)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
@@ -190,7 +213,7 @@ def lay(
     require_elementwise(model, designed, updates)
     require_units(model, designed, updates)
     require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
-    disk = designed.open_disk(world, values.device, updates)
+    disk = designed.open_disk(world, model, values.device, updates)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     staged = None
     if designed.stages is not None:

@@ -42,12 +42,14 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-TP = {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}
 REFUSED: dict[str, tuple[dict[str, Any], MakeOptimizer, str]] = {
     "no folder": ({"disk": None}, adamw, "names no folder for them. Give it one on a local disk"),
-    "grad": ({"rows": {"grad": {"tier": "disk"}}}, adamw, "Row 'grad' is placed on tier 'disk', where this version"),
-    "param": ({"rows": {"param": {"tier": "disk"}}}, adamw, "Row 'param' is placed on tier 'disk'"),
-    "tp": ({"mesh": {"dp": 1, "tp": 2}, "tensor": TP}, adamw, "are for models that are not split, in this version"),
+    "grad": ({"rows": {"grad": {"tier": "disk"}}}, adamw, "Row 'grad' is placed on tier 'disk', where parameters and"),
+    "param": (
+        {"preset": "zero2", "rows": {"param": {"tier": "disk"}, "optim": {"tier": "disk"}}},
+        adamw,
+        "Row 'param' rests on the disk as copy in fp32 and 'optim' on the disk as shard.dp. in fp32, but what is",
+    ),
     "bf16": ({}, bf16_states, r"tokens.weight has its states on a disk. AdamW keeps exp_avg as bfloat16"),
     "int8": ({}, int8_states, r"tokens.weight has its states on a disk. AdamW keeps exp_avg as uint8"),
     "lamb": ({}, lamb, "norms of whole parameters of tokens.weight, whose states the plan has on the disk"),

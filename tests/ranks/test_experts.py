@@ -370,7 +370,7 @@ def test_a_checkpoint_goes_between_numbers_of_ranks(tmp_path: Path) -> None:
             torch.testing.assert_close(params[name], expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
-def test_whole_tensors_are_read_and_written_and_models_are_resharded() -> None:
+def test_whole_tensors_are_read_and_written() -> None:
     model = mixture(num_experts=5)
     data = batches(4, 8)
     name = "blocks.1.moe.experts.down_proj"
@@ -395,11 +395,7 @@ def test_whole_tensors_are_read_and_written_and_models_are_resharded() -> None:
             part = r"this rank has the part \[.*:.*, :, :\] of \[5, 32, 24\]"
             with pytest.raises(ModelError, match=part), engine.gathered(name):
                 pass
-            for step, batch in enumerate(data):
-                if step == 2:
-                    with pytest.raises(ConfigError, match="keeps how a model is split along ep"):
-                        engine.reshard({"preset": "zero3", "mesh": {"dp": 4}})
-                    engine.reshard({"preset": "zero3", "mesh": {"dp": 2, "ep": 2}})
+            for batch in data:
                 share, num_shares = engine.data_ranks
                 loss = engine(*micro_batches(batch, num_shares)[share])
                 engine.backward(loss)

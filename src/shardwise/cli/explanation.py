@@ -51,6 +51,8 @@ class UnitSize:
     frozen_numel: int = 0
     on_host: str = ""
     """What of it is on the host, in words."""
+    activations: str = ""
+    """What becomes of them, if they are not just kept."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
 
 
 def _unit_as_json(size: UnitSize) -> dict[str, Any]:
-    return {key: value for key, value in asdict(size).items() if key != "on_host" or value}
+    return {key: value for key, value in asdict(size).items() if key not in ("on_host", "activations") or value}
 
 
 def by_kind(footprint: Footprint) -> dict[str, int]:

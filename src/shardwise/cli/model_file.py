@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.activations import treatments_for
 from shardwise.cli.explanation import UnitSize, said_on_host
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
@@ -45,7 +46,9 @@ def units_of(
     kept = [(choice, spec) for choice, spec in specs if spec.flats]
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
-    return tuple(spec for _, spec in kept), tuple(_size(choice, spec) for choice, spec in kept)
+    treatments = treatments_for(model, choose_units(model, plan), plan)
+    sizes = (replace(_size(choice, spec), activations=treatments.said(choice.name)) for choice, spec in kept)
+    return tuple(spec for _, spec in kept), tuple(sizes)
 
 
 def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Plan:
@@ -152,7 +155,10 @@ def activations_of(
         split.carry_out(line, Regions(line))
         model.__dict__["forward"] = _CountsAnew(model, ledger)
     around = rehearsed_by(model, plan, mesh) if splits_sequences else None
-    activations = rehearse(model, units, batch, device=device, compute=table.compute, around=around)
+    treatments = treatments_for(model, choose_units(model, plan), plan)
+    activations = rehearse(
+        model, units, batch, device=device, compute=table.compute, around=around, treatments=treatments
+    )
     return (activations,), sum(ledger.sent_bytes.values())
 
 
@@ -174,7 +180,11 @@ def _of_stages(model: nn.Module, batch: object, plan: Plan, table: Table, mesh: 
     for place in range(layout.num_ranks):
         own = copy.deepcopy(model)
         units = _made(_of_params(choose_units(own, plan), _params_at(own, layout)[place]), own, plan, mesh, device)
-        rehearsals.append(StageRehearsal(StagedModel(own, layout, place), units, batch, device, table.compute))
+        treatments = treatments_for(own, choose_units(own, plan), plan)
+        treatments.check_stages(own, layout.pieces)
+        staged = StagedModel(own, layout, place)
+        left = treatments.within(own)
+        rehearsals.append(StageRehearsal(staged, units, batch, device, table.compute, treatments=left))
     arrived = None
     for stage in range(len(layout.stages)):
         arrived = rehearsals[layout.place_of(stage)].go_through(stage, arrived)

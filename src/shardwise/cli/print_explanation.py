@@ -34,6 +34,11 @@ ON_HOST = {
     "param": MEANINGS["param"],
     "optim": MEANINGS["optim"],
     "buffers": "gradients, and what goes to and from the device",
+    "activations": "what forwards save for backwards",
+}
+ON_DISK = {
+    "optim": "one file for each flat buffer; read and written once in a step",
+    "activations": ON_HOST["activations"],
 }
 AT_THE_PEAK = {"grad": "gradients that wait for the step by then", "working": "gathered and travelling by then"}
 """What a kind means where all are taken at one moment."""
@@ -151,6 +156,8 @@ def _says_nothing(path: str, value: object, plan: Plan) -> bool:
         return SEQUENCE_AXIS not in (plan.mesh or {})
     if path.startswith("tensor."):
         return "tp" not in (plan.mesh or {}) or value is None or value == {}
+    if path.startswith("activations."):
+        return plan.activations.policy is None or (value is None and plan.activations.policy != "selective")
     return path in ("rules", "resident_below") or (value is None and path != "mesh")
 
 
@@ -202,14 +209,15 @@ def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
 def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
     """A row per unit; neighbours that differ in their number alone share one."""
     alike = itertools.groupby(
-        sizes, lambda size: (re.sub(r"\d+", "#", size.name), size.numel, size.frozen_numel, size.on_host)
+        sizes,
+        lambda size: (re.sub(r"\d+", "#", size.name), size.numel, size.frozen_numel, size.on_host, size.activations),
     )
-    for (_, numel, frozen, on_host), group in alike:
+    for (_, numel, frozen, on_host, activations), group in alike:
         names = [size.name for size in group]
         name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         notes = [f"each of {len(names)}"] if len(names) > 1 else []
         notes += [f"{format_count(frozen)} frozen"] if frozen else []
-        notes += [on_host] if on_host else []
+        notes += [said for said in (on_host, activations) if said]
         yield name, format_count(numel), ", ".join(notes)
 
 
@@ -226,8 +234,8 @@ def _bytes_grid(explained: Explanation) -> Grid:
     for kind, num_bytes in on_host.items():
         grid.add_row(Text(f"{kind} on the host", "cyan"), format_bytes(num_bytes), "", Text(ON_HOST[kind], "dim"))
     if explained.held.disk is not None:
-        said = Text("one file for each flat buffer; read and written once in a step", "dim")
-        grid.add_row(Text("optim on the disk", "cyan"), format_bytes(explained.held.disk.optim), "", said)
+        for kind, num_bytes in explained.held.disk.by_kind.items():
+            grid.add_row(Text(f"{kind} on the disk", "cyan"), format_bytes(num_bytes), "", Text(ON_DISK[kind], "dim"))
     return grid
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from shardwise.config.words import unknown_at
 from shardwise.errors import ConfigError
@@ -19,6 +19,7 @@ from shardwise.units import parse_bytes
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 TierName = Literal["device", "host", "disk"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+PolicyName = Literal["keep", "recompute", "selective", "offload", "disk"]
 
 
 def _bytes(value: object) -> object:
@@ -118,6 +119,25 @@ class Wire(Strict):
     grad: DtypeName | None = Field(default=None, description="dtype of gradients on the wire; default: precision")
 
 
+class Activations(Strict):
+    """What becomes of the tensors that a unit's forward saves for its backward. A policy's name alone will do."""
+
+    policy: PolicyName | None = Field(
+        default=None,
+        description="selective recomputes all but what `keep` names, offload: to the host; default: keep, all of them",
+    )
+    every: int = Field(default=1, ge=1, description="of the units only each so many, the first included; others keep")
+    keep: Names | None = Field(
+        default=None,
+        description="selective: operators whose results stay: matmul, attention, aten.mm; default: the first two",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: object) -> object:
+        return {"policy": value} if isinstance(value, str) else value
+
+
 class Rule(Strict):
     """Other rows for some of the parameters: those that fit everything the rule asks for."""
 
@@ -126,6 +146,12 @@ class Rule(Strict):
     max_numel: int | None = Field(default=None, ge=1, description="elements: larger parameters do not fit the rule")
     precision: DtypeName | None = Field(default=None, description="dtype in forward and backward; default: the plan's")
     rows: Rows = Field(default=Rows(), description="changes to the plan's table")
+    activations: Activations = Field(default=Activations(), description="of units all of whose parameters fit the rule")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is about tables, and not about activations alone."""
+        return self.activations.policy is None or self.precision is not None or self.rows != Rows()
 
 
 class Sequence(Strict):
@@ -217,6 +243,9 @@ class Plan(Strict):
     budget: Budget = Field(default=Budget(), description="what memory there is: sets offload to the least that fits")
     disk: str | None = Field(
         default=None, description="folder on a local disk, of this job alone, for rows on tier disk"
+    )
+    activations: Activations = Field(
+        default=Activations(), description="what becomes of what forwards save for backwards"
     )
     wire: Wire = Field(default=Wire(), description="what travels")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -32,12 +32,35 @@ class ExpertModule:
     module: nn.Module
     params: tuple[nn.Parameter, ...]
     num_experts: int
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the parameters, with all experts."""
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module, params: Iterable[nn.Parameter], num_experts: int) -> ExpertModule:
+        """Of a model whose parameters are whole."""
+        every = tuple(params)
+        return cls(path, module, every, num_experts, tuple(tuple(param.shape) for param in every))
 
     @property
     def hidden_size(self) -> int:
         """Elements of a row that is sent."""
         width = getattr(self.module, "hidden_dim", None)
-        return width if isinstance(width, int) else int(self.params[-1].shape[1])
+        return width if isinstance(width, int) else self.shapes[-1][1]
+
+    def boxes(self, own: Span, copies: int, place: int) -> dict[nn.Parameter, Box]:
+        """The parts of a rank that has the experts `own`; see `ExpertSplit.boxes`."""
+        pairs = zip(self.params, self.shapes, strict=True)
+        return {param: Box.cut(shape, 0, [own], copies, place) for param, shape in pairs}
+
+    def carry_out(self, line: Line, deals: Sequence[Span]) -> None:
+        """Change the module in place, whose parameters are parts already."""
+        self.module.num_experts = deals[line.place].numel  # type: ignore[assignment]  # a module's own attribute
+        self.module.__dict__["forward"] = DispatchedExperts(self.module, line, deals)
+
+    def undo(self) -> None:
+        """Leave the module as it was, whose parameters will be whole again, or other parts."""
+        self.module.num_experts = self.num_experts  # type: ignore[assignment]  # likewise
+        self.module.__dict__.pop("forward", None)
 
 
 @dataclass(frozen=True)
@@ -57,18 +80,25 @@ class ExpertSplit:
 
     def boxes(self, copies: int, place: int) -> dict[nn.Parameter, Box]:
         """This rank's parts of experts, of which `copies` ranks have the same, this one the `place`-th of them."""
-        return {
-            param: Box.cut(param.shape, 0, [self.deals[found.path][self.place]], copies, place)
-            for found in self.modules
-            for param in found.params
-        }
+        found: dict[nn.Parameter, Box] = {}
+        for one in self.modules:
+            found |= one.boxes(self.deals[one.path][self.place], copies, place)
+        return found
+
+    @property
+    def whole_shapes(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """Of the parameters, with all experts."""
+        return {param: shape for found in self.modules for param, shape in zip(found.params, found.shapes, strict=True)}
 
     def carry_out(self, line: Line) -> None:
         """Change the modules in place, whose parameters are parts already."""
         for found in self.modules:
-            deals = self.deals[found.path]
-            found.module.num_experts = deals[self.place].numel  # type: ignore[assignment]  # a module's own attribute
-            found.module.__dict__["forward"] = DispatchedExperts(found.module, line, deals)
+            found.carry_out(line, self.deals[found.path])
+
+    def undo(self) -> None:
+        """Leave the modules as they were; the parameters are the caller's."""
+        for found in self.modules:
+            found.undo()
 
     def __str__(self) -> str:
         """`ep 0: experts 0-3 of 8 in blocks.*.experts (2 modules)`, a line for each place and deal."""
@@ -82,8 +112,11 @@ class ExpertSplit:
         return "\n".join(lines) + "\n"
 
 
-def expert_split(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> ExpertSplit | None:
-    """How `mesh` deals out the experts of `model`, as `rank` sees it; `None` if it does not.
+def expert_split(
+    model: nn.Module, plan: Plan, mesh: Mesh, rank: int, known: ExpertSplit | None = None
+) -> ExpertSplit | None:
+    """How `mesh` deals out the experts of `model`, as `rank` sees it; `None` if it does not. `known` is how they are
+    dealt out now, if they are.
 
     Raises `ConfigError` or `ModelError` for a model or plan that cannot be meant so.
     """
@@ -97,7 +130,7 @@ def expert_split(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> ExpertS
             f"tensor.sequence gives the ranks along tp other tokens, and with {AXIS} they have to send the same ones "
             f"to experts. Leave out either."
         )
-    modules = tuple(expert_modules(model))
+    modules = tuple(expert_modules(model)) if known is None else known.modules
     if not modules:
         raise ModelError(
             f"The mesh {mesh} deals out experts along {AXIS}, but {type(model).__name__} has none that are known: "
@@ -115,7 +148,7 @@ def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, Experts):
-            yield ExpertModule(path, module, tuple(own.values()), module.num_experts)
+            yield ExpertModule.of(path, module, own.values(), module.num_experts)
             continue
         stacked = [param for name, param in own.items() if any(_fits(f"{path}.{name}", one) for one in patterns)]
         if stacked:
@@ -136,7 +169,7 @@ def _of_transformers(path: str, module: nn.Module, stacked: Sequence[nn.Paramete
             f"{path} has num_experts {num_experts}, and parameters for {_counts(stacked)}, which have to be as many. "
             f"Leave {AXIS} out of the mesh."
         )
-    return ExpertModule(path, module, tuple(stacked), int(num_experts or 0))
+    return ExpertModule.of(path, module, stacked, int(num_experts or 0))
 
 
 def _dealt(found: ExpertModule, num_ranks: int) -> tuple[Span, ...]:

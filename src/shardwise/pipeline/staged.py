@@ -115,7 +115,7 @@ class StagedModel:
         self._now: _Now | None = None
         own = {name for stage in self.stages for name in layout.stages[stage]}
         modules = dict(model.named_modules(remove_duplicate=False))
-        self.params = {param for name in own for param in modules[name].parameters()}
+        self.params = layout.params_at(model, place)
         """Of this rank's stages."""
         self.whole = WholeNames.of(model)
         self.place = place

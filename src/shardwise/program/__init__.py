@@ -34,11 +34,13 @@ from shardwise.program.effects import COMPUTES, EFFECTS, Buffer, Effect, Phase, 
 from shardwise.program.footprint import (
     NUM_DISK_BUFFERS,
     NUM_KEPT_BLOCKS,
+    NUM_READ_BUFFERS,
     DiskFootprint,
     Footprint,
     HostFootprint,
     disk_bytes,
     footprint,
+    resting_disk_bytes,
 )
 from shardwise.program.matrix_exchange import Matrix, MatrixExchange, matrix_exchanges
 from shardwise.program.plan import StepProgram, plan_step
@@ -66,6 +68,7 @@ __all__ = [
     "END_OF_BACKWARD",
     "NUM_DISK_BUFFERS",
     "NUM_KEPT_BLOCKS",
+    "NUM_READ_BUFFERS",
     "OPTIMIZERS",
     "SMALL_NUMEL",
     "Action",
@@ -117,6 +120,7 @@ __all__ = [
     "prefetch",
     "reduce_due",
     "render",
+    "resting_disk_bytes",
     "schedule_trace",
     "serial",
     "shortened",

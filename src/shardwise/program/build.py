@@ -113,17 +113,21 @@ def build_updates(units: Sequence[UnitSpec]) -> Program:
     blocks = []
     for unit in units:
         flats = [flat for flat in unit.flats if flat.updates_below]
-        due = [action for flat in flats for action in (*_update(flat), *step_parameters(flat))]
+        due = [action for flat in flats for action in _update(flat)]
         if due:
             blocks.append(Block(update_moment(unit.name), tuple(due)))
     return tuple(blocks)
 
 
 def _update(flat: FlatSpec) -> Actions:
+    """One flat buffer's, with what brings its parameters to where they rest."""
     update = Action("update", flat.name, "master")
     if not flat.updates_from_disk:
-        return (update,)
-    return (Action("fetch", flat.name, "states"), update, Action("evict", flat.name, "states"))
+        return (update, *step_parameters(flat))
+    fetch, evict = Action("fetch", flat.name, "states"), Action("evict", flat.name, "states")
+    if flat.rests_on_disk:  # it lies beside its states, and is written with them
+        return (fetch, update, *step_parameters(flat), evict)
+    return (fetch, update, evict, *step_parameters(flat))
 
 
 def build_restore(units: Sequence[UnitSpec]) -> Actions:
@@ -202,6 +206,8 @@ def step_gradients(flat: FlatSpec) -> Actions:
 def step_parameters(flat: FlatSpec) -> Actions:
     """From what has been updated to where parameters rest."""
     acted = _acted(flat, "param", flat.table.due, flat.table.param)
+    if flat.rests_on_disk:  # `evict states` takes it there
+        return tuple(action for action in acted if action.verb == "cast")
     if flat.updates_from_disk and not any(action.verb in ("cast", "fetch") for action in acted):
         dtype = flat.table.param.dtype  # nothing is cast or fetched, but what was updated is not what rests
         acted = (Action("cast", flat.name, "param", dtype, dtype), *acted)

@@ -344,7 +344,10 @@ class Runner:
                 inference.end(failed=failed)
             finally:
                 self._inference = None
-                self.gathering.free_all()
+                if failed:
+                    self.gathering.abandon()
+                else:
+                    self.gathering.free_all()
 
     # -- parameters that are used outside of the modules that own them ----------------------------------
 
