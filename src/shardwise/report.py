@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from torch import nn
 
 from shardwise.activations import Treatments
 from shardwise.config import Plan
 from shardwise.errors import ConfigError
+from shardwise.experts import loaded
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.program.schedule import picture, timed
@@ -105,12 +108,19 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     )
 
 
-def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footprint:
+def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
     """What a step on `batch` will hold on this rank, activations included."""
+
+    @contextmanager
+    def around(twin: nn.Module) -> Iterator[None]:
+        with loaded(twin, expert_load), ExitStack() as stack:
+            if sharded.sequence is not None:
+                stack.enter_context(sharded.sequence.rehearsed(twin))
+            yield
+
     sharding, compute = sharded.sharding, sharded.table.compute
     specs = tuple(unit.spec for unit in sharding.units)
     if sharded.pipeline is None:
-        around = None if sharded.sequence is None else sharded.sequence.rehearsed
         activations = rehearse(
             sharded.model,
             sharding.units,
@@ -124,15 +134,14 @@ def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footpr
         sharded.rehearsed = (activations,)
         return _footprint(sharded, specs, activations)
     _refuse_waiting_gradients(sharded)
-    stages = StageRehearsal(
-        sharded.pipeline.staged, sharding.units, batch, sharding.device, compute, loss, sharding.treatments
-    )
+    staged = sharded.pipeline.staged
+    stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, sharding.treatments, around)
     sharded.rehearsed = tuple(stages.activations(sharded.pipeline.exchange))
     return _footprint(sharded, specs, *sharded.rehearsed)
 
 
 def _refuse_waiting_gradients(sharded: ShardedModel) -> None:
-    if sharded.pipeline is not None and sharded.pipeline.halves_backwards and sharded.table.grad.shard:
+    if sharded.pipeline is not None and sharded.pipeline.halved_params is not None and sharded.table.grad.shard:
         raise ConfigError(
             "Under the schedule zb-h1 with sharded gradients a stage's whole gradient waits for the second half of a "
             "backward, which no rehearsal counts yet. Rehearse with schedule 1f1b, or with zero1."
@@ -185,6 +194,7 @@ def describe(sharded: ShardedModel) -> str:
         *_said_transports(sharded),
         f"table, computing in {table.compute}, gradients travelling in {table.wire}",
         *(f"  {kind:6} {table.place(kind)}" for kind in KINDS),
+        *sharded.sharding.fitted.splitlines(),
         f"{len(units)} units",
         *(f"  {unit.name:24} {_said_unit(unit.spec, sharded.sharding.treatments)}" for unit in units),
         "bytes of this rank, as promised",
@@ -229,6 +239,7 @@ def _said_unit(unit: UnitSpec, treatments: Treatments) -> str:
     numel = sum(flat.numel for flat in unit.flats)
     updated = ", updated on the host" if any(flat.updates_below for flat in unit.flats) else ""
     updated += ", states on the disk" if any(flat.updates_from_disk for flat in unit.flats) else ""
+    updated += ", parameters on the disk" if any(flat.rests_on_disk for flat in unit.flats) else ""
     updated += f", {treatments.said(unit.name)}" if treatments.said(unit.name) else ""
     return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "") + updated
 

@@ -170,8 +170,8 @@ class ShardedModel:
         if sharding.staged is not None:
             self.pipeline = Pipeline(sharding.staged, world, self.mesh, sharding.device)
             self.pipeline.attach()
-            if self.pipeline.halves_backwards:
-                runner.let_inputs_decide()
+            units = sharding.staged.by_stage([(unit.spec, unit.params) for unit in sharding.units])
+            runner.foresee_schedule(self.pipeline.row, units, self.pipeline.halved_params)
             gradients.is_of_stage = True
             world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
             self._hooks.callback(self.pipeline.release)
@@ -253,7 +253,7 @@ class ShardedModel:
         """After a failed step: let tensors be where the disk's rows are."""
         for flat in self.flats:
             if flat.rows is not None:
-                flat.find_master()
+                flat.find_rows()
         if self.optimizer is not None:
             self.optimizer.find_states()
 

@@ -27,6 +27,7 @@ from shardwise.rehearsal.integers import Integers, like
 from shardwise.rehearsal.living import DEVICE_BLOCK_BYTES, LivingBytes
 from shardwise.rehearsal.refusal import refusal
 from shardwise.rehearsal.twin import Twin, TwinFlat
+from shardwise.runtime.halves import Halves
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.reach import Callers, Reach
 from shardwise.storage import FullState, Unit, torch_dtype
@@ -80,12 +81,12 @@ def rehearse(
     """
 
     def prepare(twin: Twin) -> Work:
-        return partial(_back_and_forth, twin.model, loss or loss_in, around or _nothing_around)
+        return partial(_back_and_forth, twin.model, loss or loss_in, around or nothing_around)
 
     return rehearse_work(prepare, model, units, batch, device=device, compute=compute, treatments=treatments)
 
 
-def _nothing_around(_: nn.Module) -> AbstractContextManager[None]:
+def nothing_around(_: nn.Module) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -178,7 +179,7 @@ class _Stage:
         self._twin = twin
         self._resting = twin.resting
         self._granule_bytes = 1 if device.type == "cpu" else DEVICE_BLOCK_BYTES
-        self._hooks = Hooks(twin.model, twin.units, self)
+        self._hooks = Hooks(twin.model, twin.units, self, Halves())
         self.marks: list[Mark] = []
         self.is_wiser = False
         self._open: set[str] = set()
