@@ -11,8 +11,11 @@ from pathlib import Path
 
 from shardwise import launch
 from shardwise.config import load_plan
+from shardwise.errors import LaunchError
 from shardwise.integrations.accelerate_config import read_accelerate_config
 from shardwise.launch.job import Job, describe
+
+_OF_SEVERAL_HOSTS = ("num_nodes", "hostfile", "include", "exclude")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--shardwise", metavar="PLAN", help="the plan for an unmodified script's Trainer or Accelerator")
     option("--accelerate-config", type=Path, metavar="FILE", help="a file of `accelerate config`: ranks and plan")
     option("-m", "--module", action="store_true", help="run a module, as `python -m` does")
+    option("--as-deepspeed", action="store_true", help="`import deepspeed` finds shardwise (docs/deepspeed.md)")
+    option("--num_gpus", type=int, metavar="N", help="with --as-deepspeed: the same as --nproc")
+    for name in _OF_SEVERAL_HOSTS:
+        option(f"--{name}", help=argparse.SUPPRESS)
     # PARSER is REMAINDER that wants at least one and leaves a "--" among the script's own alone
     option("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
 
@@ -49,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    _read_as_deepspeed(args)
     if args.accelerate_config is not None:
         _take_accelerate_config(args)
     if args.shardwise is not None and not args.shardwise.startswith("{"):
@@ -63,6 +71,20 @@ def _run(args: argparse.Namespace) -> int:
             print(describe(job, on_cpu=num_gpus == 0))
             return 0
         return launch.supervise(job, listener, on_cpu=num_gpus == 0)
+
+
+def _read_as_deepspeed(args: argparse.Namespace) -> None:
+    """What people type after `deepspeed`, as what they would type here."""
+    elsewhere = [name for name in _OF_SEVERAL_HOSTS if getattr(args, name) not in (None, "1")]
+    if elsewhere:
+        raise LaunchError(
+            f"--{elsewhere[0]} is about several hosts, and `shardwise launch` starts ranks on this one. Run torchrun "
+            f"on each host instead."
+        )
+    if args.num_gpus is not None:
+        if args.nproc not in (None, args.num_gpus):
+            raise LaunchError(f"--num_gpus {args.num_gpus} and --nproc {args.nproc} are two counts. Give one of them.")
+        args.nproc = args.num_gpus
 
 
 def _take_accelerate_config(args: argparse.Namespace) -> None:
@@ -89,5 +111,14 @@ def _job(args: argparse.Namespace, nproc: int) -> Job:
         threads=args.threads,
         log_dir=args.log_dir,
         grace_seconds=args.timeout,
-        plan=args.shardwise,
+        run_by=_run_by(args),
     )
+
+
+def _run_by(args: argparse.Namespace) -> tuple[str, ...]:
+    """The module that runs the script, if it is not run as it is, and what that is told."""
+    if args.as_deepspeed and args.shardwise is not None:
+        raise LaunchError("--as-deepspeed takes its plan from the DeepSpeed config. Leave out --shardwise.")
+    if args.as_deepspeed:
+        return ("shardwise.integrations.deepspeed",)
+    return () if args.shardwise is None else ("shardwise.integrations.run", "--plan", args.shardwise)

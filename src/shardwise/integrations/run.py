@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from shardwise.errors import ShardwiseError
+from shardwise.integrations.scripts import run_script
 from shardwise.integrations.takeover import Takeover
 
 USAGE = "usage: python -m shardwise.integrations.run --plan PLAN [-m] script [arguments]"
@@ -31,26 +30,13 @@ def main(arguments: Sequence[str]) -> None:
         print(f"shardwise: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     takeover.install()
-    _run(command)
+    run_script(command)
     if not takeover.is_used and os.environ.get("RANK", "0") == "0":
         print(
             f"shardwise: the script made no Trainer of transformers and no Accelerator, so {plan} was given to nobody. "
             f"In a plain loop call engine = sw.shard(model, {plan!r}, optimizer=optimizer).",
             file=sys.stderr,
         )
-
-
-def _run(command: list[str]) -> None:
-    """As `python command...` would."""
-    if command[0] == "-m":
-        sys.argv = command[1:]
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = command
-    if not os.environ.get("PYTHONSAFEPATH"):
-        place = Path(command[0]).resolve()
-        sys.path[0] = str(place if place.is_dir() else place.parent)
-    runpy.run_path(command[0], run_name="__main__")
 
 
 if __name__ == "__main__":
