@@ -45,11 +45,36 @@ def boxes_for(
     return {**whole, **cut, **own_experts}
 
 
+def boxes_after(
+    model: nn.Module, mesh: Mesh, rank: int, known: Boxes, had: ExpertSplit | None, experts: ExpertSplit | None
+) -> Boxes:
+    """The parts that `rank` will have where a live model is dealt out anew: of experts other ones (`had` are those of
+    now), of what `tp` cuts the same as now, which `known` says."""
+    axes = mesh.same_params_axes
+    copies = mesh.among(rank, axes)
+    place = copies.index(rank)
+    own_experts = experts.boxes(len(copies), place) if experts is not None else {}
+    whole_shapes = {} if had is None else had.whole_shapes
+    for name, param in model.named_parameters():
+        if param in own_experts and param not in whole_shapes and param in known and known[param].is_cut:
+            raise ModelError(
+                f"{name} is cut along {AXIS}, and along {EXPERTS} ranks have whole experts. Save a checkpoint, and "
+                f"resume it with a plan whose tensor.plan leaves {name} out."
+            )
+    whole = {  # what was a part has the shape of one until it is laid out, so its box says what it will be
+        param: Box.whole(whole_shapes.get(param, tuple(param.shape)), len(copies), place)
+        for param in (model.parameters() if had is not None else ())
+    }
+    kept = {param: box for param, box in known.items() if param not in whole_shapes}
+    return {**whole, **kept, **own_experts}
+
+
 def rows_for(
-    model: nn.Module, plan: Plan, mesh: Mesh, experts: ExpertSplit | None
+    model: nn.Module, plan: Plan, mesh: Mesh, experts: ExpertSplit | None, known: Boxes | None = None
 ) -> dict[nn.Parameter, LabelledTable]:
-    """The row of every parameter: those of experts are shared along all axes but `ep`."""
-    rows = tables_for(model, plan, mesh)
+    """The row of every parameter: those of experts are shared along all axes but `ep`. `known` are the parts of a model
+    that is cut already."""
+    rows = tables_for(model, plan, mesh, known)
     for param in experts.params if experts is not None else ():
         row = rows[param]
         label = f"{row.label}-{EXPERTS}" if row.label else EXPERTS

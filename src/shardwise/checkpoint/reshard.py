@@ -8,8 +8,8 @@ an old one goes as soon as nothing of it is left to move, so at the peak there i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,15 +29,25 @@ States = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a parameter lies in a layout."""
+    """Where a parameter lies in a layout.
+
+    Elements are counted in the whole of what ranks with other coordinates along `ep` have parts of, and in this rank's
+    part of what `tp` cuts, which all to whom it gives have too. `told` says of each rank what it keeps and what it
+    gives, where ranks have parts of different sizes.
+    """
 
     spec: FlatSpec
     slot: Slot
+    told: tuple[tuple[Span, Span], ...] = ()
 
     def kept(self, rank: int) -> Span:
+        if self.told:
+            return self.told[rank][0]
         return kept_span(self.spec, self.slot, self.spec.mesh.coordinate(rank))
 
     def given(self, rank: int) -> Span:
+        if self.told:
+            return self.told[rank][1]
         return written_span(self.spec, self.slot, self.spec.mesh.coordinate(rank))
 
     @property
@@ -58,23 +68,34 @@ class _Thing:
 class TrainingState:
     """What a rank holds of parameters and states in the old layout, until it is moved. All ranks make one at once."""
 
-    def __init__(self, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, world: World) -> None:
+    def __init__(
+        self, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, world: World, dealt: Collection[str] = ()
+    ) -> None:
+        """`dealt` are the parameters of which ranks along `ep` have other parts, in the old layout or in the new."""
         self._world = world
-        self._homes = {slot.name: _Home(flat.spec, slot) for flat in flats for slot in flat.slots}
+        self._dealt = frozenset(dealt)
+        self._homes = self._homes_in(flats)
+        self._new_homes: dict[str, _Home] = {}
         self._tensors: dict[tuple[str, str], Tensor] = {
             (slot.name, PARAM): flat.param_piece(index) for flat in flats for index, slot in enumerate(flat.slots)
         }
+        self._rows = {slot.name: flat.rows for flat in flats if flat.rows is not None for slot in flat.slots}
+        """Where on a disk what `_tensors` says lies."""
         self._kinds: dict[str, dict[str, torch.dtype]] = {}
         self._values: States = {}
         if optimizer is not None:
             self._take_states(optimizer)
+
+    def learn_new(self, flats: Sequence[Flat]) -> None:
+        """The new layout, which has no memory yet. All ranks call."""
+        self._new_homes = self._homes_in(flats)
 
     def move_into(self, flat: Flat, collectives: Collectives) -> States:
         """Lay out `flat` and fill it; returns its parameters' states, by name and key. All ranks call, in one order.
 
         What has been moved is let go of here.
         """
-        homes = {slot.name: _Home(flat.spec, slot) for slot in flat.slots}
+        homes = {slot.name: self._new_homes[slot.name] for slot in flat.slots}
         filled, states = self._make_room(flat, homes)
         things = [
             _Thing(name, kind, dtype)
@@ -83,12 +104,31 @@ class TrainingState:
         ]
         for dtype in dict.fromkeys(thing.dtype for thing in things):
             same = [thing for thing in things if thing.dtype == dtype]
-            self._keep_own(same, homes, filled)
-            self._exchange(same, dtype, homes, filled, (collectives, flat.device))
+            self._keep_own(same, homes, filled, flat)
+            self._exchange(same, dtype, homes, filled, (collectives, flat))
         for name in homes:
             for kind in (PARAM, *self._kinds.pop(name, ())):
                 self._tensors.pop((name, kind), None)
         return states
+
+    def _homes_in(self, flats: Sequence[Flat]) -> dict[str, _Home]:
+        homes = {slot.name: _Home(flat.spec, slot) for flat in flats for slot in flat.slots}
+        if not self._dealt:
+            return homes
+        me = self._world.rank
+        own = {
+            name: [
+                (span.start, span.stop)
+                for span in (_in_whole(home.slot, one) for one in (home.kept(me), home.given(me)))
+            ]
+            for name, home in homes.items()
+            if name in self._dealt
+        }
+        told = [json.loads(message) for message in self._world.exchange(json.dumps(own).encode(), "layout")]
+        for name in own:
+            spans = tuple((Span(*said[name][0]), Span(*said[name][1])) for said in told)
+            homes[name] = replace(homes[name], told=spans)
+        return homes
 
     def _take_states(self, optimizer: AdoptedOptimizer) -> None:
         """This rank's states, and what kinds of them there are anywhere: a rank without elements has none to show."""
@@ -126,20 +166,33 @@ class TrainingState:
             for key, dtype in self._kinds_of(name, home.spec).items():
                 if key != PARAM:
                     follows = dtype == self._homes[name].dtype
-                    filled[name, key] = torch.empty_like(piece, dtype=piece.dtype if follows else dtype)
+                    kept = piece.dtype if follows else dtype
+                    if flat.rows is not None:
+                        filled[name, key] = flat.rows.place(index, key, piece.numel(), kept)
+                    else:
+                        filled[name, key] = torch.empty_like(piece, dtype=kept)
                     states[name][key] = filled[name, key]
         return filled, states
 
+    def _own(self, thing: _Thing, span: Span) -> Tensor:
+        """Elements of what this rank has, in memory."""
+        tensor, rows = _cut(self._tensors[thing.name, thing.kind], span), self._rows.get(thing.name)
+        return rows.read(tensor) if rows is not None and rows.has(tensor) else tensor
+
     def _keep_own(
-        self, things: Sequence[_Thing], homes: Mapping[str, _Home], filled: Mapping[tuple[str, str], Tensor]
+        self,
+        things: Sequence[_Thing],
+        homes: Mapping[str, _Home],
+        filled: Mapping[tuple[str, str], Tensor],
+        flat: Flat,
     ) -> None:
         me = self._world.rank
         for thing in things:
             had, needed = self._homes[thing.name].kept(me), homes[thing.name].kept(me)
             common = had.overlap(needed)
             if common.numel:
-                source, target = self._tensors[thing.name, thing.kind], filled[thing.name, thing.kind]
-                _cut(target, common.within(needed)).copy_(_cut(source, common.within(had)))
+                target = _cut(filled[thing.name, thing.kind], common.within(needed))
+                flat.put(target, self._own(thing, common.within(had)))
 
     def _exchange(
         self,
@@ -147,17 +200,15 @@ class TrainingState:
         dtype: torch.dtype,
         homes: Mapping[str, _Home],
         filled: Mapping[tuple[str, str], Tensor],
-        by: tuple[Collectives, torch.device],
+        by: tuple[Collectives, Flat],
     ) -> None:
-        """One message to each rank that lacks what this one is to give, with all of it. `by` collectives of a device,
-        wherever on this rank it comes from and goes to."""
-        world, (collectives, device) = self._world, by
+        """One message to each rank that lacks what this one is to give, with all of it. `by` collectives of the device
+        of what is filled, wherever on this rank it comes from and goes to."""
+        world, (collectives, flat), device = self._world, by, by[1].device
         sent, arrived, targets = [], [], []
         for other in range(world.size):
             goes = [
-                _cut(self._tensors[thing.name, thing.kind], span.within(self._homes[thing.name].kept(world.rank))).to(
-                    device
-                )
+                self._own(thing, span.within(self._homes[thing.name].kept(world.rank))).to(device)
                 for thing, span in self._passing(things, homes, world.rank, other)
             ]
             comes = list(self._passing(things, homes, other, world.rank))
@@ -170,7 +221,7 @@ class TrainingState:
             start = 0
             for thing, span in comes:
                 target = _cut(filled[thing.name, thing.kind], span.within(homes[thing.name].kept(world.rank)))
-                target.copy_(message[start : start + span.numel])
+                flat.put(target, message[start : start + span.numel])
                 start += span.numel
 
     def _passing(
@@ -179,7 +230,7 @@ class TrainingState:
         """What one rank gives another, in an order that both know."""
         spec = next(iter(homes.values())).spec
         if giver == taker or _model_place(spec, giver) != _model_place(spec, taker):
-            return  # ranks with other parts of the model
+            return  # ranks with other parts of every layer
         for thing in things:
             old = self._homes[thing.name]
             for lacking in _without(homes[thing.name].kept(taker), old.kept(taker)):
@@ -189,9 +240,15 @@ class TrainingState:
 
 
 def _model_place(spec: FlatSpec, rank: int) -> tuple[int, ...]:
-    """Where `rank` is along the axes that cut what is in a buffer, which a change of plan leaves as they are."""
+    """Where `rank` is along the axes that cut layers, which a change of plan leaves as they are."""
     coordinate = spec.mesh.coordinate(rank)
-    return tuple(coordinate[axis] for axis in (*spec.mesh.model_axes, *spec.cut_axes))
+    return tuple(coordinate[axis] for axis in spec.mesh.model_axes)
+
+
+def _in_whole(slot: Slot, span: Span) -> Span:
+    """Elements of this rank's part of a parameter as those of the whole, of which the part is one range."""
+    start = slot.box.runs[0][1] if slot.box is not None and span.numel else 0
+    return Span(span.start + start, span.stop + start)
 
 
 def _without(span: Span, other: Span) -> list[Span]:

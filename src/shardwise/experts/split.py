@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,9 +19,15 @@ from shardwise.mesh import EXPERT_AXIS, Mesh
 from shardwise.placement import Box, Span
 
 AXIS = EXPERT_AXIS
-_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+_ARGUMENTS = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),
+)
 _STACKED = "grouped_gemm"
 """What an `ep_plan` of transformers says of a parameter whose first dimension counts experts."""
+
+_ADAPTED = "base_layer"
+"""Where the peft library keeps a module that it wraps."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,35 @@ class ExpertModule:
     module: nn.Module
     params: tuple[nn.Parameter, ...]
     num_experts: int
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the parameters, with all experts."""
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module, params: Iterable[nn.Parameter], num_experts: int) -> ExpertModule:
+        """Of a model whose parameters are whole."""
+        every = tuple(params)
+        return cls(path, module, every, num_experts, tuple(tuple(param.shape) for param in every))
 
     @property
     def hidden_size(self) -> int:
         """Elements of a row that is sent."""
         width = getattr(self.module, "hidden_dim", None)
-        return width if isinstance(width, int) else int(self.params[-1].shape[1])
+        return width if isinstance(width, int) else self.shapes[-1][1]
+
+    def boxes(self, own: Span, copies: int, place: int) -> dict[nn.Parameter, Box]:
+        """The parts of a rank that has the experts `own`; see `ExpertSplit.boxes`."""
+        pairs = zip(self.params, self.shapes, strict=True)
+        return {param: Box.cut(shape, 0, [own], copies, place) for param, shape in pairs}
+
+    def carry_out(self, line: Line, deals: Sequence[Span]) -> None:
+        """Change the module in place, whose parameters are parts already."""
+        self.module.num_experts = deals[line.place].numel  # type: ignore[assignment]  # a module's own attribute
+        self.module.__dict__["forward"] = DispatchedExperts(self.module, line, deals)
+
+    def undo(self) -> None:
+        """Leave the module as it was, whose parameters will be whole again, or other parts."""
+        self.module.num_experts = self.num_experts  # type: ignore[assignment]  # likewise
+        self.module.__dict__.pop("forward", None)
 
 
 @dataclass(frozen=True)
@@ -57,18 +86,25 @@ class ExpertSplit:
 
     def boxes(self, copies: int, place: int) -> dict[nn.Parameter, Box]:
         """This rank's parts of experts, of which `copies` ranks have the same, this one the `place`-th of them."""
-        return {
-            param: Box.cut(param.shape, 0, [self.deals[found.path][self.place]], copies, place)
-            for found in self.modules
-            for param in found.params
-        }
+        found: dict[nn.Parameter, Box] = {}
+        for one in self.modules:
+            found |= one.boxes(self.deals[one.path][self.place], copies, place)
+        return found
+
+    @property
+    def whole_shapes(self) -> dict[nn.Parameter, tuple[int, ...]]:
+        """Of the parameters, with all experts."""
+        return {param: shape for found in self.modules for param, shape in zip(found.params, found.shapes, strict=True)}
 
     def carry_out(self, line: Line) -> None:
         """Change the modules in place, whose parameters are parts already."""
         for found in self.modules:
-            deals = self.deals[found.path]
-            found.module.num_experts = deals[self.place].numel  # type: ignore[assignment]  # a module's own attribute
-            found.module.__dict__["forward"] = DispatchedExperts(found.module, line, deals)
+            found.carry_out(line, self.deals[found.path])
+
+    def undo(self) -> None:
+        """Leave the modules as they were; the parameters are the caller's."""
+        for found in self.modules:
+            found.undo()
 
     def __str__(self) -> str:
         """`ep 0: experts 0-3 of 8 in blocks.*.experts (2 modules)`, a line for each place and deal."""
@@ -82,8 +118,11 @@ class ExpertSplit:
         return "\n".join(lines) + "\n"
 
 
-def expert_split(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> ExpertSplit | None:
-    """How `mesh` deals out the experts of `model`, as `rank` sees it; `None` if it does not.
+def expert_split(
+    model: nn.Module, plan: Plan, mesh: Mesh, rank: int, known: ExpertSplit | None = None
+) -> ExpertSplit | None:
+    """How `mesh` deals out the experts of `model`, as `rank` sees it; `None` if it does not. `known` is how they are
+    dealt out now, if they are.
 
     Raises `ConfigError` or `ModelError` for a model or plan that cannot be meant so.
     """
@@ -97,15 +136,38 @@ def expert_split(model: nn.Module, plan: Plan, mesh: Mesh, rank: int) -> ExpertS
             f"tensor.sequence gives the ranks along tp other tokens, and with {AXIS} they have to send the same ones "
             f"to experts. Leave out either."
         )
-    modules = tuple(expert_modules(model))
+    modules = tuple(expert_modules(model)) if known is None else known.modules
     if not modules:
-        raise ModelError(
-            f"The mesh {mesh} deals out experts along {AXIS}, but {type(model).__name__} has none that are known: "
-            f"neither shardwise.experts.MoE nor an ep_plan, as models of transformers have. Leave {AXIS} out of the "
-            f"mesh."
-        )
+        raise _nothing_known(model, mesh)
     deals = {found.path: _dealt(found, num_ranks) for found in modules}
     return ExpertSplit(mesh.coordinate(rank)[AXIS], modules, deals)
+
+
+def _nothing_known(model: nn.Module, mesh: Mesh) -> ModelError:
+    """What to say of a model in which no experts were found: of a list of modules, or of a class of somebody's own."""
+    for path, module in model.named_modules():
+        classes = {type(child) for child in module.children()}
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1 and len(classes) == 1
+        last = path.rpartition(".")[2]
+        if is_list and "expert" in f"{last} {next(iter(classes)).__name__}".lower():
+            owner = path.rpartition(".")[0] or type(model).__name__
+            return ModelError(
+                f"{path} has {len(module)} experts as modules of their own, which {owner} calls one by one, so that no "
+                f"tokens can be sent to those of other ranks along {AXIS}. Build {owner} with "
+                f"shardwise.experts.MoE(hidden_size, intermediate_size, num_experts={len(module)}, top_k=...), or "
+                f"leave {AXIS} out of the mesh."
+            )
+    strange = next((path for path, one in model.named_modules() if type(one).__name__.endswith("Experts")), None)
+    if strange is not None:
+        return ModelError(
+            f"{strange} ({type(model.get_submodule(strange)).__name__}) has no ep_plan that says which of its "
+            f"parameters are stacked experts, so they cannot be dealt out along {AXIS}. Build it with "
+            f"shardwise.experts.MoE, or leave {AXIS} out of the mesh."
+        )
+    return ModelError(
+        f"The mesh {mesh} deals out experts along {AXIS}, but {type(model).__name__} has none that are known: "
+        f"neither shardwise.experts.MoE nor an ep_plan, as models of transformers have. Leave {AXIS} out of the mesh."
+    )
 
 
 def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
@@ -115,8 +177,15 @@ def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if isinstance(module, Experts):
-            yield ExpertModule(path, module, tuple(own.values()), module.num_experts)
+            yield ExpertModule.of(path, module, own.values(), module.num_experts)
             continue
+        bare = path.replace(f".{_ADAPTED}", "")
+        if bare != path and any(_fits(f"{bare}.{name}", one) for name in own for one in patterns):
+            raise ModelError(
+                f"{bare} has adapters on the parameters of its experts (target_parameters of peft), which look at all "
+                f"experts at once, and along {AXIS} a rank has some. Adapt other modules (target_modules), or leave "
+                f"{AXIS} out of the mesh."
+            )
         stacked = [param for name, param in own.items() if any(_fits(f"{path}.{name}", one) for one in patterns)]
         if stacked:
             yield _of_transformers(path, module, stacked)
@@ -126,17 +195,17 @@ def _of_transformers(path: str, module: nn.Module, stacked: Sequence[nn.Paramete
     num_experts = getattr(module, "num_experts", None)
     takes = tuple(inspect.signature(type(module).forward).parameters)[1:4]
     own = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    if takes != _ARGUMENTS and tuple(own)[1:4] != _ARGUMENTS:
+    if takes not in _ARGUMENTS and tuple(own)[1:4] not in _ARGUMENTS:
         raise ModelError(
             f"The experts of {path} ({type(module).__name__}) take {', '.join(takes) or 'nothing'}, where those that "
-            f"can be dealt out along {AXIS} take {', '.join(_ARGUMENTS)}. Leave {AXIS} out of the mesh."
+            f"can be dealt out along {AXIS} take {', '.join(_ARGUMENTS[0])}. Leave {AXIS} out of the mesh."
         )
     if any(param.shape[0] != num_experts for param in stacked):
         raise ModelError(
             f"{path} has num_experts {num_experts}, and parameters for {_counts(stacked)}, which have to be as many. "
             f"Leave {AXIS} out of the mesh."
         )
-    return ExpertModule(path, module, tuple(stacked), int(num_experts or 0))
+    return ExpertModule.of(path, module, stacked, int(num_experts or 0))
 
 
 def _dealt(found: ExpertModule, num_ranks: int) -> tuple[Span, ...]:

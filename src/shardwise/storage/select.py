@@ -9,7 +9,8 @@ with several *sites*: modules before which it is gathered.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -23,6 +24,8 @@ SMALL_NUMEL = 2**14
 """Elements. Modules outside blocks with fewer parameters share one unit, to save a message each."""
 
 Selection = dict[str, nn.Module]
+Numel = Callable[[nn.Module], int]
+"""Elements of all parameters in a module."""
 Groups = dict[str, tuple[str, ...]]
 """Units by name, and the paths of the modules that each is made of."""
 
@@ -46,9 +49,23 @@ class UnitChoice:
         return pack_boxes((name, self.boxes[param]) for name, param in laid)
 
 
-def choose_units(model: nn.Module, plan: Plan) -> list[UnitChoice]:
-    """All parameters of `model`, each in exactly one unit, in the order in which the model registers them."""
-    groups = _grouped(model, plan)
+def whole_numel(param: nn.Parameter, boxes: Mapping[nn.Parameter, Box]) -> int:
+    """Elements of the unsplit parameter, if `boxes` say which part of it this is."""
+    box = boxes.get(param)
+    return param.numel() if box is None else math.prod(box.shape)
+
+
+def choose_units(model: nn.Module, plan: Plan, known: Mapping[nn.Parameter, Box] | None = None) -> list[UnitChoice]:
+    """All parameters of `model`, each in exactly one unit, in the order in which the model registers them.
+
+    `known` says of a model that is cut already which parts its parameters are: units go by whole ones, so that they are
+    the same on all ranks.
+    """
+
+    def numel_of(module: nn.Module) -> int:
+        return sum(whole_numel(param, known or {}) for param in module.parameters())
+
+    groups = _grouped(model, plan, numel_of)
     homes = _homes(model, groups)
     owned: dict[tuple[str, ...], dict[str, nn.Parameter]] = {}
     for name, param in model.named_parameters():
@@ -56,7 +73,7 @@ def choose_units(model: nn.Module, plan: Plan) -> list[UnitChoice]:
     modules = dict(model.named_modules())
     choices, small = [], {}
     for home, params in owned.items():
-        numel = sum(param.numel() for param in params.values())
+        numel = sum(whole_numel(param, known or {}) for param in params.values())
         if len(home) == 1 and home[0] not in groups and numel < SMALL_NUMEL:
             small.update(dict.fromkeys(params, home[0]))
             continue
@@ -118,19 +135,19 @@ def _upwards(path: str) -> Iterator[str]:
     yield ""
 
 
-def _grouped(model: nn.Module, plan: Plan) -> Groups:
+def _grouped(model: nn.Module, plan: Plan, numel_of: Numel) -> Groups:
     """The blocks that the plan asks for, each a unit by itself or several together."""
     wanted = plan.units
     if wanted == "auto":
-        return _alone(dict(_repeated(model, "")))
+        return _alone(dict(_repeated(model, "", numel_of)))
     if isinstance(wanted, tuple):
-        return _by_name(model, wanted)
+        return _by_name(model, wanted, numel_of)
     together = wanted.get("together", 1)
     match wanted:
         case {"class": str(name)}:
-            return _in_chunks(_by_class(model, name), int(together))
+            return _in_chunks(_by_class(model, name, numel_of), int(together))
         case {"min_numel": int(numel)}:
-            return _in_chunks(dict(_by_size(model, "", numel)), int(together))
+            return _in_chunks(dict(_by_size(model, "", numel, numel_of)), int(together))
     raise ConfigError(f"units is {wanted!r}; write {{class: Block}} or {{min_numel: 1000000}}.")
 
 
@@ -145,35 +162,35 @@ def _in_chunks(selection: Selection, num: int) -> Groups:
     return {chunk[0] if len(chunk) == 1 else f"{chunk[0]}-{chunk[-1]}": chunk for chunk in chunks}
 
 
-def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _repeated(module: nn.Module, path: str, numel_of: Numel) -> Iterator[tuple[str, nn.Module]]:
     """Children of a container that come at least twice in the same class: a model's own blocks, outermost."""
-    children = {_join(path, name): child for name, child in module.named_children() if _numel(child)}
+    children = {_join(path, name): child for name, child in module.named_children() if numel_of(child)}
     classes = [type(child) for child in children.values()]
     is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
     for name, child in children.items():
         if is_container and classes.count(type(child)) > 1 and _has_forward(child):
             yield name, child
         else:
-            yield from _repeated(child, name)
+            yield from _repeated(child, name, numel_of)
 
 
-def _by_class(model: nn.Module, name: str) -> Selection:
+def _by_class(model: nn.Module, name: str, numel_of: Numel) -> Selection:
     found: Selection = {}
     for path, module in model.named_modules():
         inside = any(above in found for above in _upwards(path))
-        if type(module).__name__ == name and not inside and _numel(module):
+        if type(module).__name__ == name and not inside and numel_of(module):
             found[path] = module
     if not found:
-        classes = {type(module).__name__ for module in model.modules() if _numel(module)}
+        classes = {type(module).__name__ for module in model.modules() if numel_of(module)}
         raise ConfigError(f"units asks for class {name!r}, but the model has no such module. {nearest(name, classes)}")
     return found
 
 
-def _by_name(model: nn.Module, wanted: tuple[str, ...]) -> Groups:
+def _by_name(model: nn.Module, wanted: tuple[str, ...], numel_of: Numel) -> Groups:
     """Each module that a pattern names is a unit; those of patterns with a `+` between them are one together."""
     groups: Groups = {}
     for patterns in wanted:
-        found = [path for pattern in patterns.split("+") for path in _named(model, pattern.strip())]
+        found = [path for pattern in patterns.split("+") for path in _named(model, pattern.strip(), numel_of)]
         groups.update({patterns: tuple(dict.fromkeys(found))} if "+" in patterns else {path: (path,) for path in found})
     paths = [path for found in groups.values() for path in found]
     nested = [path for path in paths if any(above in paths for above in _upwards(path.rpartition(".")[0]))]
@@ -185,13 +202,13 @@ def _by_name(model: nn.Module, wanted: tuple[str, ...]) -> Groups:
     return groups
 
 
-def _named(model: nn.Module, pattern: str) -> list[str]:
+def _named(model: nn.Module, pattern: str, numel_of: Numel) -> list[str]:
     """The modules with parameters that `pattern` names."""
     modules = dict(model.named_modules())
     matches = [path for path in modules if path and _matches(path, pattern)]
     if not matches:
         raise ConfigError(f"units names {pattern!r}, but the model has no such module. {nearest(pattern, modules)}")
-    return [path for path in matches if _numel(modules[path])]
+    return [path for path in matches if numel_of(modules[path])]
 
 
 def _matches(path: str, pattern: str) -> bool:
@@ -200,17 +217,13 @@ def _matches(path: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
-def _by_size(module: nn.Module, path: str, min_numel: int) -> Iterator[tuple[str, nn.Module]]:
+def _by_size(module: nn.Module, path: str, min_numel: int, numel_of: Numel) -> Iterator[tuple[str, nn.Module]]:
     """The smallest modules with at least `min_numel` parameters."""
-    large = [(_join(path, name), child) for name, child in module.named_children() if _numel(child) >= min_numel]
-    if not large and path and _numel(module) >= min_numel:
+    large = [(_join(path, name), child) for name, child in module.named_children() if numel_of(child) >= min_numel]
+    if not large and path and numel_of(module) >= min_numel:
         yield path, module
     for name, child in large:
-        yield from _by_size(child, name, min_numel)
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
+        yield from _by_size(child, name, min_numel, numel_of)
 
 
 def _join(path: str, name: str) -> str:

@@ -1,0 +1,158 @@
+"""A live engine with experts goes on by a plan that deals them out otherwise: to the bit, and as the whole model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import split_models
+import torch
+from experts_models import Run, assert_same, micro_batches, mixture, whole_grads, whole_run
+from test_experts import TENSOR, CutTransformer
+from torch import nn
+from twins import Batch, adamw, batches
+
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError
+from shardwise.experts import update_biases
+from shardwise.testing import run_ranks
+from tests.thorough import one_in
+
+Tensor = torch.Tensor
+ORDERS: dict[str, list[dict[str, Any]]] = {
+    "from ep": [
+        {"preset": "zero1", "mesh": {"dp": 2, "ep": 2}},
+        {"preset": "zero3", "mesh": {"dp": 4}},
+        {"preset": "zero3", "mesh": {"ep": 4}, "resident_below": 4000},
+        {"preset": "zero2", "mesh": {"ep": 2, "dp": 2}},
+        {"preset": "zero3", "mesh": {"dp": 2, "ep": 2}, "units": {"min_numel": 3000}},
+    ],
+    "from none": [
+        {"preset": "zero3"},
+        {"preset": "hpz", "mesh": {"node": 2, "local": 1, "ep": 2}},
+        {"preset": "ddp", "mesh": {"ep": 4}},
+        {"preset": "zero3-kept", "mesh": {"ep": 2, "sp": 1, "dp": 2}},
+        {"preset": "hsdp", "mesh": {"node": 2, "local": 2}},
+    ],
+}
+CUT: list[dict[str, Any]] = [
+    {"preset": "zero1", "mesh": {"ep": 2, "tp": 2}, "tensor": TENSOR},
+    {"preset": "zero3", "mesh": {"dp": 2, "tp": 2}, "tensor": TENSOR},
+    {"preset": "zero2", "mesh": {"ep": 2, "tp": 2}, "tensor": TENSOR},
+]
+
+
+def everything(engine: sw.Engine) -> dict[tuple[str, str], Tensor | None]:
+    """Every parameter and both moments."""
+    names = [name for name, _ in engine.module.named_parameters()]
+    return {(name, what): engine.get(name, what) for name in names for what in ("param", "exp_avg", "exp_avg_sq")}
+
+
+def assert_same_bits(one: dict[tuple[str, str], Tensor | None], other: dict[tuple[str, str], Tensor | None]) -> None:
+    for key, value in one.items():
+        again = other[key]
+        assert (value is None) == (again is None), key
+        assert value is None or again is None or torch.equal(value, again), key
+
+
+def through(plans: list[dict[str, Any]], model: nn.Module, data: list[Batch], *, shares_memory: bool) -> Run:
+    """Two steps by each plan; all tensors are the same bits before and after each change."""
+    replicas = [copy.deepcopy(model) for _ in range(4)]
+
+    def rank(world: sw.World) -> Run:
+        replica, run = replicas[world.rank], Run()
+        optimizer = adamw(replica)
+        with sw.shard(replica, plans[0], optimizer=optimizer, world=world) as engine:
+            for step, batch in enumerate(data):
+                if step and step % 2 == 0:
+                    before = everything(engine)
+                    engine.reshard(plans[step // 2])
+                    assert_same_bits(before, everything(engine))
+                share, num_shares = engine.data_ranks
+                loss = engine(*micro_batches(batch, num_shares)[share])
+                engine.backward(loss)
+                run.losses.append(engine.mean(loss.item()))
+                run.grads.append(whole_grads(engine, replica))
+                run.norms.append(float(engine.step() or 0.0))
+                update_biases(replica)
+                memory = engine.memory()
+                assert memory.measured["param"] == memory.promised["param"]
+            run.params = engine.state_dict()
+            run.extra = str(engine)
+        return run
+
+    runs = run_ranks(4, rank, shares_memory=shares_memory)
+    assert [run.losses for run in runs[1:]] == [runs[0].losses] * 3
+    runs[0].extra = [run.extra for run in runs]
+    return runs[0]
+
+
+@one_in(2)
+@pytest.mark.parametrize("name", ORDERS)
+def test_one_run_through_many_dealings(name: str) -> None:
+    """Five experts, which divide among no number of ranks; a frozen part, biases of routers."""
+    model = mixture(num_experts=5, bias_rate=0.01, shared_size=8)
+    model.blocks[1].moe.experts.down_proj.requires_grad_(False)
+    data = batches(2 * len(ORDERS[name]), 8)
+    run = through(ORDERS[name], model, data, shares_memory=name == "from ep")
+    assert_same(run, whole_run(model, data, after_step=update_biases))
+
+
+def test_beside_cut_attention() -> None:
+    torch.manual_seed(0)
+    model = CutTransformer()
+    data = [(split_models.tokens(step, 8),) * 2 for step in range(6)]
+    run = through(CUT, model, data, shares_memory=False)
+    assert_same(run, whole_run(model, data))
+    assert ["experts 0-2 of 5" in said for said in run.extra] == [True] * 4  # both lines, on every rank
+
+
+def test_experts_that_were_dealt_out_are_called_as_before() -> None:
+    """Nothing of the old plan is left on the model: it computes the same, to the bit, as one that never was dealt."""
+    model = mixture().eval()
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    x, y = batches(1, 4)[0]
+    expected = model(x, y)
+
+    def rank(world: sw.World) -> tuple[Tensor, int, list[str]]:
+        own = replicas[world.rank]
+        with sw.shard(own, {"preset": "zero3", "mesh": {"ep": 2}}, world=world) as engine, torch.no_grad():
+            engine.reshard("zero3")
+            experts = own.blocks[1].moe.experts
+            return engine(x, y), experts.num_experts, [key for key in vars(experts) if key == "forward"]
+
+    for loss, num_experts, left in run_ranks(2, rank):
+        assert torch.equal(loss, expected)
+        assert (num_experts, left) == (4, [])
+
+
+def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+    model = mixture(num_experts=3)
+    replicas = [copy.deepcopy(model) for _ in range(4)]
+    x, y = batches(1, 8)[0]
+
+    def muon(one: nn.Module) -> torch.optim.Optimizer:
+        stacks = [param for name, param in one.named_parameters() if name.endswith("router.weight")]
+        others = [param for param in one.parameters() if all(param is not stack for stack in stacks)]
+        return sw.optim.Muon([{"params": stacks}, {"params": others, "use_muon": False}], lr=0.01)
+
+    def rank(world: sw.World) -> tuple[float, float]:
+        own = replicas[world.rank]
+        with sw.shard(own, {"preset": "zero3", "mesh": {"dp": 2, "ep": 2}}, optimizer=muon(own), world=world) as engine:
+            engine.backward(engine(x, y))
+            engine.step()
+            loss, before = engine(x, y).item(), everything(engine)
+            for plan, error, said in [
+                ({"mesh": {"ep": 4}}, ModelError, "has 3 experts for 4 ranks along ep"),
+                ({"mesh": {"dp": 2, "tp": 2}}, ConfigError, "keeps how a model is split"),
+                ({"mesh": {"dp": 2, "ep": 2}, "compile": "eager"}, ConfigError, "with ep leave it out"),
+                ({"mesh": {"dp": 4}, "budget": {"device": "1GiB"}}, ConfigError, "with experts dealt out say offload"),
+            ]:
+                with pytest.raises(error, match=said):
+                    engine.reshard(plan)
+            assert_same_bits(before, everything(engine))
+            return loss, engine(x, y).item()
+
+    for loss, again in run_ranks(4, rank):
+        assert loss == again
