@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from shardwise.comm import DataGroup, SharedBuffers, World
+from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.cuts import Boxes, boxes_after, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
 from shardwise.errors import ConfigError, ModelError
@@ -38,7 +38,7 @@ from shardwise.storage import (
     within_budget,
 )
 from shardwise.telemetry import ByteMeter
-from shardwise.tensor import AXIS, Split, Verifier
+from shardwise.tensor import AXIS, Split, Verifier, ViewCheck
 
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
@@ -198,6 +198,7 @@ def lay(
     require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
     disk = designed.open_disk(world, values.device, updates)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
+    views = _view_check(model, designed)
     staged = None
     if designed.stages is not None:
         world.collectives(values.device).prepare(mesh)
@@ -218,7 +219,18 @@ def lay(
         carry_out_split(model, designed.split, mesh, world, values.device)
         if verifier is not None:
             verifier.watch(model, designed.split, world, peers)
+        if views is not None:
+            line = Line(world.collectives(values.device), world.group(mesh, AXIS))
+            views.watch(model, sharding.units, designed.table.compute, line)
     return sharding
+
+
+def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
+    """What looks for heads that a forward counts, for plans of the user's own, of models that are not in stages."""
+    asked = designed.plan.tensor.plan
+    if designed.split is None or asked is None or designed.stages is not None or not ViewCheck.can_watch(model):
+        return None
+    return ViewCheck(model, {1 if isinstance(rule, str) else int(rule.get("parts", 1)) for rule in asked.values()})
 
 
 def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:
