@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.activations import treatments_for
+from shardwise.budget import Fitted, Ranks, choices_by_place, of_params, params_by_place, within_budget
 from shardwise.cli.explanation import UnitSize, said_on_host
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
@@ -31,7 +33,7 @@ from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import Around, StageRehearsal, nothing_around, rehearse
 from shardwise.sequence import rehearsed_by
-from shardwise.storage import LabelledTable, Ranks, Unit, UnitChoice, choose_units, make_unit, unit_spec, within_budget
+from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_spec
 from shardwise.telemetry import ByteMeter, Ledger
 from shardwise.tensor import AXIS, Regions
 
@@ -47,10 +49,12 @@ def units_of(
     kept = [(choice, spec) for choice, spec in specs if spec.flats]
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
-    return tuple(spec for _, spec in kept), tuple(_size(choice, spec) for choice, spec in kept)
+    treatments = treatments_for(model, choose_units(model, plan), plan)
+    sizes = (replace(_size(choice, spec), activations=treatments.said(choice.name)) for choice, spec in kept)
+    return tuple(spec for _, spec in kept), tuple(sizes)
 
 
-def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Plan:
+def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Fitted:
     """`plan` with the offload that its budget comes to, all ranks on one host."""
     updates = _updates(model, optimizer) if optimizer else None
     ranks = Ranks(on_cpu=_device().type == "cpu", num_local=mesh.world_size)
@@ -64,12 +68,8 @@ def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
 
 def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
     """Units as rank 0 has them, which has no less than any other; under a pipeline, as the one with most parameters."""
-    experts = expert_split(model, plan, mesh, 0)
-    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
-    choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
-    if has_pipeline(mesh):
-        return _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
-    return choices
+    places, _ = choices_by_place(model, plan, mesh)
+    return places[_largest(model, stage_layout(model, plan, mesh))] if has_pipeline(mesh) else places[0]
 
 
 def _rows(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
@@ -85,28 +85,12 @@ def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
 
 def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
     """What of the units lies on the pipeline rank that has most parameters."""
-    return _of_params(choices, _params_at(model, layout)[_largest(model, layout)])
-
-
-def _of_params(choices: list[UnitChoice], params: Collection[nn.Parameter]) -> list[UnitChoice]:
-    own = [
-        replace(one, params={name: param for name, param in one.params.items() if param in params}) for one in choices
-    ]
-    return [one for one in own if one.params]
-
-
-def _params_at(model: nn.Module, layout: StageLayout) -> list[set[nn.Parameter]]:
-    """By place along the pipeline."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    return [
-        {param for stage in layout.at(place) for name in layout.stages[stage] for param in modules[name].parameters()}
-        for place in range(layout.num_ranks)
-    ]
+    return of_params(choices, params_by_place(model, layout)[_largest(model, layout)])
 
 
 def _largest(model: nn.Module, layout: StageLayout) -> int:
     """The place along the pipeline that has most parameters."""
-    sizes = [sum(param.numel() for param in params) for params in _params_at(model, layout)]
+    sizes = [sum(param.numel() for param in params) for params in params_by_place(model, layout)]
     return sizes.index(max(sizes))
 
 
@@ -131,7 +115,10 @@ def activations_of(
     ledger = Ledger()
     around = parts.around(model, ledger)
     units = parts.cut(model, ledger)
-    activations = rehearse(model, units, batch, device=parts.device, compute=table.compute, around=around)
+    treatments = treatments_for(model, choose_units(model, plan), plan)
+    activations = rehearse(
+        model, units, batch, device=parts.device, compute=table.compute, around=around, treatments=treatments
+    )
     return (activations,), sum(ledger.sent_bytes.values())
 
 
@@ -155,13 +142,18 @@ class _Parts:
         rehearsals, ledgers = [], [Ledger() for _ in range(layout.num_ranks)]
         for place, ledger in enumerate(ledgers):
             own = copy.deepcopy(model)
-            around, params = self.around(own, ledger), _params_at(own, layout)[place]
+            treatments = treatments_for(own, choose_units(own, self.plan), self.plan)
+            treatments.check_stages(own, layout.pieces)
+            around, params = self.around(own, ledger), params_by_place(own, layout)[place]
             units = self.cut(own, ledger, params)
             staged = StagedModel(own, layout, place)
             present = set(own.modules())
             for unit in units:
                 unit.sites = [site for site in unit.sites if site in present]
-            rehearsals.append(StageRehearsal(staged, units, batch, self.device, self.table.compute, around=around))
+            left = treatments.within(own)
+            rehearsals.append(
+                StageRehearsal(staged, units, batch, self.device, self.table.compute, treatments=left, around=around)
+            )
         arrived, largest, sent_bytes = None, _largest(model, layout), 0
         for stage in range(len(layout.stages)):
             place = layout.place_of(stage)
@@ -169,7 +161,7 @@ class _Parts:
             sent_bytes += sum(ledgers[place].sent_bytes.values()) if place == largest else 0
         return tuple(rehearsals[largest].together()), sent_bytes
 
-    def cut(self, model: nn.Module, ledger: Ledger, params: Collection[nn.Parameter] | None = None) -> list[Unit]:
+    def cut(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
         """The units of `model`, or of some `params` of it. The model is changed in place, to count in `ledger` what it
         sends."""
         plan, mesh = self.plan, self.mesh
@@ -182,7 +174,7 @@ class _Parts:
             self.device.type == "cpu",
         )
         choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
-        choices = choices if params is None else _of_params(choices, params)
+        choices = choices if params is None else of_params(choices, params)
         units = [make_unit(one, rows, mesh, first, ByteMeter(), self.device, on_host=on_host) for one in choices]
         if experts is not None:
             experts.carry_out(self._line(EXPERTS))  # what tokens send is told apart

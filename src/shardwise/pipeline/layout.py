@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from shardwise.config import Plan
@@ -37,6 +38,12 @@ class StageLayout:
     def at(self, place: int) -> tuple[int, ...]:
         """The stages on the rank at `place` of the axis."""
         return tuple(range(place, len(self.stages), self.num_ranks))
+
+    def params_at(self, model: nn.Module, place: int) -> set[torch.Tensor]:
+        """The parameters of the stages on that rank."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        own = [name for stage in self.at(place) for name in self.stages[stage]]
+        return {param for name in own for param in modules[name].parameters()}
 
     def place_of(self, stage: int) -> int:
         return stage % self.num_ranks

@@ -10,7 +10,7 @@ import torch
 from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, TierError
-from shardwise.mesh import MODEL_AXES, SEQUENCE_AXIS, Mesh
+from shardwise.mesh import Mesh
 from shardwise.program import UnitSpec, disk_bytes
 from shardwise.storage.disk_memory import DiskMemory
 
@@ -23,24 +23,24 @@ def open_disk(
     device: torch.device,
     known: DiskMemory | None = None,
 ) -> DiskMemory | None:
-    """What keeps the rows of `specs` that are on a disk; `None` if there are none. All ranks call.
+    """What keeps the rows of this rank's `specs` that are on a disk. All ranks call, if any table has such a row.
 
     `known` is what has those of the plan before, and goes on if it is in the same folder. Raises `ConfigError` for a
     plan that names no folder, and on all ranks `TierError` for one that cannot be had or is too small.
     """
-    flats = [flat for spec in specs for flat in spec.flats if flat.updates_from_disk]
-    if not any(place.optim.tier == "disk" for place in {flat.table for spec in specs for flat in spec.flats}):
-        return None
-    folder = _required_folder(plan, mesh)
+    flats = [flat for spec in specs for flat in spec.flats if flat.lies_on_disk]
+    folder = _required_folder(plan)
     coordinate = mesh.coordinate(world.rank)
     wanted = sum(disk_bytes(flat, coordinate) for flat in flats)
+    of_ranks = sorted(json.loads(said) for said in world.exchange(json.dumps(wanted).encode(), "disk"))
+    num_local = min(world.size, world.local_size or world.size)
     disk, why = known, ""
     try:
         if known is None or not known.is_in(folder):
             own = world.rank_device if device.type == world.rank_device.device.type != "cpu" else None
             disk = DiskMemory(folder, world.rank, own)
         assert disk is not None
-        disk.folder.check_room(wanted * min(world.size, world.local_size or world.size))
+        disk.folder.check_room(sum(of_ranks[-num_local:]))  # of as many as a host has, those that want most
     except TierError as error:
         why = str(error)
     failed = [said for said in map(json.loads, world.exchange(json.dumps(why).encode(), "disk")) if said]
@@ -48,20 +48,16 @@ def open_disk(
         if disk is not None and disk is not known:
             disk.close()
         raise TierError(failed[0])
+    assert disk is not None
+    disk.folder.tidy_after_others()
     return disk
 
 
-def _required_folder(plan: Plan, mesh: Mesh) -> str:
+def _required_folder(plan: Plan) -> str:
     """That of a plan with rows on a disk."""
     if plan.disk is None:
         raise ConfigError(
             "The plan has rows on tier 'disk' and names no folder for them. Give it one on a local disk, such as "
             "disk: /scratch/run."
-        )
-    split = [axis for axis in mesh.axes if axis in MODEL_AXES and axis != SEQUENCE_AXIS and mesh.size(axis) > 1]
-    if split:
-        raise ConfigError(
-            f"Rows on tier 'disk' are for models that are not split, in this version, and the mesh has "
-            f"{' and '.join(split)}. Put them on the host: rows.optim.tier: host."
         )
     return plan.disk

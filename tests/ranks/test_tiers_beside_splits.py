@@ -1,0 +1,221 @@
+"""Rows on the host and on a disk of models that are split: by tensors, stages, experts and sequences."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sequences
+import torch
+from experts_models import mixture
+from pipelined import batches
+from sequences import Batch, Gpt, assert_same, whole_run
+from test_split_products import TIED, net
+from torch import Tensor, nn
+from torch.nn import functional
+from twins import adamw
+
+import shardwise as sw
+from shardwise.testing import run_ranks
+from shardwise.tiers import TierFolder
+from tests.thorough import drawn, one_in
+
+CLIP, NUM_STEPS, ACCUMULATE = 0.5, 3, 2
+Train = Callable[[sw.Engine, Batch], Tensor]
+AT_ONCE = {"accumulate": 1}
+"""Routers balance over a micro-batch, and those of ranks and of the whole batch are cut differently."""
+ON_HOST = {"preset": "zero3-offload", "rows": {"param": {"tier": "host"}}}
+UPDATE_ON_HOST = {"preset": "offload"}
+ON_DISK = {"preset": "infinity"}
+STATES_ON_DISK = {"preset": "zero2", "rows": {"optim": {"tier": "disk"}}}
+
+
+def of_pairs(model: Any, batch: Batch) -> Tensor:
+    return model(batch["x"], batch["y"])
+
+
+def train_pairs(engine: sw.Engine, batch: Batch) -> Tensor:
+    return engine.forward_backward((batch["x"], batch["y"]))
+
+
+def train_sequences(engine: sw.Engine, batch: Batch) -> Tensor:
+    part = engine.split_sequence(batch)
+    labels = part.pop("labels")
+    return engine.forward_backward(
+        part, labels, loss_fn=lambda out, y: functional.cross_entropy(out.flatten(0, 1), y.flatten())
+    )
+
+
+def decoder() -> nn.Module:
+    return net(tied=True)
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return Gpt()
+
+
+def experts() -> nn.Module:
+    return mixture(balance_loss=0.05)
+
+
+def pairs() -> list[Batch]:
+    return [{"x": x, "y": y} for x, y in batches(NUM_STEPS, 8)]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model, and how it is split."""
+
+    build: Callable[[], nn.Module]
+    mesh: dict[str, int]
+    plan: dict[str, Any] = field(default_factory=dict)
+    train: Train = train_pairs
+    loss_of: Callable[[Any, Batch], Tensor] = of_pairs
+    data: Callable[[], list[Batch]] = pairs
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.mesh.values())
+
+
+def of_tensors(mesh: dict[str, int], **plan: Any) -> Split:
+    return Split(decoder, mesh, {"tensor": TIED, **plan})
+
+
+def of_sequences(mesh: dict[str, int], attention: str) -> Split:
+    plan = {"sequence": {"attention": attention}}
+    return Split(gpt, mesh, plan, train_sequences, sequences.mean_loss, lambda: sequences.batches(NUM_STEPS, rows=8))
+
+
+CASES: dict[str, tuple[Split, dict[str, Any], bool]] = {
+    # Each split on the host and on a disk; products of them; whether ranks share memory.
+    "tp host": (of_tensors({"dp": 2, "tp": 2}), ON_HOST, True),
+    "tp disk": (of_tensors({"dp": 2, "tp": 2}), ON_DISK, False),
+    "pp host": (Split(decoder, {"pp": 2, "dp": 2}), ON_HOST, False),
+    "pp disk": (Split(decoder, {"pp": 2, "dp": 2}, {"pipeline": {"schedule": "zb-h1"}}), ON_DISK, True),
+    "ep disk": (Split(experts, {"dp": 2, "ep": 2}, AT_ONCE), ON_DISK, True),
+    "ep host": (Split(experts, {"ep": 2}, AT_ONCE), UPDATE_ON_HOST, False),
+    "sp host": (of_sequences({"dp": 2, "sp": 2}, "ring"), ON_HOST, True),
+    "sp disk": (of_sequences({"sp": 2}, "ulysses"), ON_DISK, False),
+    "pp tp disk": (of_tensors({"pp": 2, "tp": 2}, pipeline={"schedule": "interleaved"}), STATES_ON_DISK, True),
+    "pp tp host": (of_tensors({"tp": 2, "pp": 2}), UPDATE_ON_HOST, False),
+    "pp sp disk": (of_sequences({"pp": 2, "sp": 2}, "ring"), STATES_ON_DISK, False),
+}
+
+
+def race(split: Split, data: list[Batch], plan: dict[str, Any], *, shares_memory: bool) -> list[sequences.Run]:
+    """What every rank says of it, step by step."""
+    start = split.build()
+    models = [copy.deepcopy(start) for _ in range(split.num_ranks)]
+    names = [name for name, _ in start.named_parameters()]
+
+    def rank(world: sw.World) -> sequences.Run:
+        mine, run = models[world.rank], sequences.Run()
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            share, num_shares = engine.data_ranks
+            for batch in data:
+                rows = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
+                run.losses.append(engine.mean(split.train(engine, rows).item()))
+                grads = {name: engine.get(name, "grad") for name in names}
+                run.grads.append({name: grad for name, grad in grads.items() if grad is not None})
+                run.norms.append(float(engine.step() or 0.0))
+            run.params = engine.state_dict()
+            memory = engine.memory()
+            assert memory.measured_on_disk == memory.promised_on_disk
+            assert memory.measured_on_host.get("optim", 0) <= 1.01 * memory.promised_on_host.get("optim", 0)
+            assert bool(memory.promised_on_disk) == ("disk" in str(plan["rows"]) or plan["preset"] == "infinity")
+        return run
+
+    return run_ranks(split.num_ranks, rank, shares_memory=shares_memory)
+
+
+@one_in(len(CASES))
+@pytest.mark.parametrize("case", CASES)
+def test_trains_as_the_whole_model(case: str, tmp_path: Path) -> None:
+    """Losses, norms, clipping, all gradients of every step, and parameters; the folder is empty in the end."""
+    split, rows, shares_memory = CASES[case]
+    data = split.data()
+    plan = {
+        "mesh": split.mesh,
+        "accumulate": ACCUMULATE,
+        "clip_grad_norm": CLIP,
+        "disk": str(tmp_path),
+        "rows": {},
+        **split.plan,
+        **rows,
+    }
+    runs = race(split, data, plan, shares_memory=shares_memory)
+    twin = whole_run(split.build(), data, loss_of=split.loss_of, accumulate=plan["accumulate"], clip=CLIP)
+    for run in runs:
+        assert_same(run, twin)
+    assert not list(tmp_path.iterdir())
+
+
+JOBS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"pp": 2, "tp": 2}, ON_DISK),
+    ({"dp": 2}, UPDATE_ON_HOST),
+    ({"dp": 2, "tp": 2}, STATES_ON_DISK),
+    ({"dp": 1}, ON_DISK),
+    ({"pp": 2}, ON_HOST),
+    ({"pp": 2, "dp": 2}, ON_DISK),
+]
+
+
+def test_a_checkpoint_goes_between_splits_and_tiers(tmp_path: Path) -> None:
+    """Each job resumes from the one before, takes a step, and saves; together they train like the twin."""
+    jobs = JOBS[: drawn(2, len(JOBS))]
+    data = [{"x": x, "y": y} for x, y in batches(len(jobs), 8)]
+    twin = whole_run(decoder(), data, loss_of=of_pairs, accumulate=ACCUMULATE, clip=CLIP)
+    for step, (batch, (mesh, rows)) in enumerate(zip(data, jobs, strict=True)):
+        models = [decoder() for _ in range(math.prod(mesh.values()))]
+        plan: dict[str, Any] = {"mesh": mesh, "accumulate": ACCUMULATE, "clip_grad_norm": CLIP, **rows}
+        plan |= {"disk": str(tmp_path / "scratch")} | ({"tensor": TIED} if "tp" in mesh else {})
+
+        def rank(
+            world: sw.World, models: list[nn.Module] = models, plan: Any = plan, batch: Batch = batch, step: int = step
+        ) -> tuple[float, dict[str, Tensor]]:
+            mine = models[world.rank]
+            with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+                resumed = engine.resume(tmp_path / "checkpoints")
+                assert (0 if resumed is None else resumed.step) == step
+                share, num_shares = engine.data_ranks
+                part = {name: value.chunk(num_shares)[share] for name, value in batch.items()}
+                loss = engine.mean(train_pairs(engine, part).item())
+                engine.step()
+                for name in ("tokens.weight", "blocks.3.attn.qkv.weight"):
+                    state = engine.get(name, "exp_avg")
+                    assert state is not None
+                    engine.set(name, state, "exp_avg")
+                engine.save(tmp_path / "checkpoints")
+                return loss, engine.state_dict()
+
+        told = run_ranks(len(models), rank)
+        assert {loss for loss, _ in told} == {told[0][0]}
+        assert told[0][0] == pytest.approx(twin.losses[step], rel=1e-5)
+    for name, param in twin.params.items():
+        torch.testing.assert_close(told[0][1][name], param, rtol=1e-5, atol=1e-5)
+
+
+def test_a_disk_is_asked_for_room_for_the_parts_that_its_ranks_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(TierFolder, "check_room", lambda self, num_bytes: asked.append(num_bytes))
+    split = of_tensors({"pp": 2, "tp": 2})
+    models = [decoder() for _ in range(split.num_ranks)]
+
+    def rank(world: sw.World) -> tuple[int, int]:
+        mine = models[world.rank]
+        plan = {"mesh": split.mesh, "accumulate": ACCUMULATE, "disk": str(tmp_path), **split.plan, **ON_DISK}
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            return asked[0], engine.memory().measured_on_disk["optim"]
+
+    told = run_ranks(split.num_ranks, rank)
+    needed = sum(measured for _, measured in told)
+    assert needed <= told[0][0] <= 1.1 * needed
