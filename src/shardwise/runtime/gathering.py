@@ -41,7 +41,7 @@ class Gathering:
     def begin(self, unit: Unit) -> None:
         """What makes `unit` whole is on its way: `open` waits for it."""
         moment = unit.moments.before_forward
-        absent = {flat.name for flat in unit.flats if flat.state is FullState.ABSENT}
+        absent = {flat.name for flat in unit.flats if flat.state is ABSENT}
         due = serial(tuple(action for action in gather_due(unit.spec, moment) if action.flat in absent))
         with self._unwatched():
             self._executor.run(moment, [action for action in due if (action.verb, action.subject) != ("wait", "full")])
