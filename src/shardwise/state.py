@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.access import with_extra_state
+from shardwise.budget import Fitted, Known, within_budget
 from shardwise.checkpoint import (
     Content,
     Entry,
@@ -45,8 +46,9 @@ from shardwise.sharding import (
     require_elementwise,
     require_units,
     settings_of,
+    tell_fitted,
 )
-from shardwise.storage import DiskMemory, within_budget
+from shardwise.storage import DiskMemory
 
 
 class State:
@@ -118,7 +120,6 @@ class State:
         if sharded.disk is not None:
             sharded.disk.abandon()
             sharded.find_states()
-
 
         def before_change() -> None:
             sharded.runner.step.open_params()
@@ -205,7 +206,9 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    plan = within_budget(model, plan, mesh, ranks_of(world), sharded.sharding.updates)
+    known = Known(sharded.sharding.boxes, sharded.sharding.experts)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, known=known)
+    plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
     require_elementwise(model, designed, sharded.sharding.updates)
@@ -222,7 +225,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
         progress = replace(progress, scaler=scaler_for(plan))
     dealt = _dealt_out(model, sharded.sharding.experts, designed)
     try:
-        renewed = _moved(sharded, designed, disk, progress, dealt)
+        renewed = _moved(sharded, designed, fitted, disk, progress, dealt)
     except BaseException:
         if disk is not None and disk is not had:
             disk.close()
@@ -236,7 +239,12 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
 
 
 def _moved(
-    sharded: ShardedModel, designed: Design, disk: DiskMemory | None, progress: Progress, dealt: Sequence[str]
+    sharded: ShardedModel,
+    designed: Design,
+    fitted: Fitted,
+    disk: DiskMemory | None,
+    progress: Progress,
+    dealt: Sequence[str],
 ) -> ShardedModel:
     """The same model and optimizers as `designed`, with all that `sharded` has, which is taken down."""
     model, world, before_change = sharded.model, sharded.world, sharded.before_change
@@ -244,9 +252,10 @@ def _moved(
     optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
     belongings = TrainingState(sharded.flats, sharded.optimizer, world, dealt)
     sharded.take_down()
+    tell_fitted(fitted, world)
     if had_experts is not None:
         had_experts.undo()
-    sharding = designed.carry_out(world, device, updates, disk)
+    sharding = replace(designed.carry_out(world, device, updates, disk), fitted=fitted.said)
     belongings.learn_new([flat for unit in sharding.units for flat in unit.flats])
     states: dict[str, dict[str, Any]] = {}
     for unit in sharding.units:

@@ -19,6 +19,7 @@ from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
 DISK, HOST = {"tier": "disk"}, {"tier": "host"}
+ON_DISK = {"param": DISK, "optim": DISK, "grad": HOST}
 NUM_STEPS, CLIP = 4, 0.5
 ZERO2 = {"preset": "zero2", "precision": "bf16"}
 ROWS: list[tuple[str, int, dict[str, Any]]] = [
@@ -26,6 +27,9 @@ ROWS: list[tuple[str, int, dict[str, Any]]] = [
     ("zero2", 2, {"optim": DISK}),
     ("zero3", 2, {"optim": DISK, "grad": HOST, "param": HOST}),
     ("infinity", 1, {}),
+    *((name, 2, ON_DISK) for name in ("infinity", "zero3-kept", "ddp")),
+    ("infinity", 1, ON_DISK),
+    *((name, 4, ON_DISK) for name in ("hsdp", "hpz")),
     *((name, 2, {"optim": DISK}) for name in ("ddp", "zero1", "zero3-kept")),
     *((name, 4, {"optim": DISK, **rows}) for name in ("hsdp", "hpz") for rows in ({}, {"grad": HOST, "param": HOST})),
 ]
@@ -76,7 +80,8 @@ def test_trains_like_the_plain_model_and_holds_what_was_promised(
     assert held.measured["optim"] == held.promised["optim"] == 0
     assert held.measured_on_host == held.promised_on_host
     assert held.measured_on_disk == held.promised_on_disk
-    assert held.promised_on_disk["optim"] >= 3 * 4 * sum(map(torch.numel, model.parameters())) // num_ranks
+    assert bool(held.promised_on_disk.get("param")) == ("param" in rows and rows["param"] == DISK)
+    assert sum(held.promised_on_disk.values()) >= 3 * 4 * sum(map(torch.numel, model.parameters())) // num_ranks
     assert "on the disk" in run.extra["said"]
     assert not list(tmp_path.iterdir()), "the folder was given back"
 
@@ -92,18 +97,19 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-@one_in(7)
+@one_in(11)
+@pytest.mark.parametrize("rows", [{}, ON_DISK], ids=["states", "params"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_are_those_of_the_update_on_the_host(
-    name: str, precision: str, model: Transformer, tmp_path: Path
+    name: str, precision: str, rows: dict[str, Any], model: Transformer, tmp_path: Path
 ) -> None:
     """To the bit; in fp16 with a step that overflows, which changes nothing."""
     scale = {"loss_scale": {"initial": 2.0**40, "hysteresis": 1, "window": 2}} if precision == "fp16" else {}
     plan = {"precision": precision, "clip_grad_norm": CLIP, **scale}
     data = batches(30 if precision == "fp16" else NUM_STEPS, rows=12)
     host = sharded_run(model, data, "zero3-offload", 2, None, OPTIMIZERS[name], **plan)
-    disk = sharded_run(model, data, "infinity", 2, None, OPTIMIZERS[name], disk=str(tmp_path), **plan)
+    disk = sharded_run(model, data, "infinity", 2, None, OPTIMIZERS[name], disk=str(tmp_path), rows=rows, **plan)
     assert (disk.losses, disk.norms) == (host.losses, host.norms)
     assert precision != "fp16" or (float("inf") in disk.norms and disk.norms[-1] < 100)
     for param, values in host.params.items():
@@ -162,8 +168,9 @@ def locked(descriptor: int, num_bytes: int) -> mmap.mmap:
     return mapped
 
 
+@pytest.mark.parametrize("rows", [{}, ON_DISK], ids=["states", "params"])
 def test_everything_that_reads_and_writes_states(
-    model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: dict[str, Any], model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same as with states on the host, to the bit: access, checkpoints, state dicts, a change of plan and back.
 
@@ -172,7 +179,7 @@ def test_everything_that_reads_and_writes_states(
     monkeypatch.setattr(disk_memory, "mmap", SimpleNamespace(mmap=locked))
     found = {}
     for name, first in (("host", "zero3-offload"), ("disk", "infinity")):
-        folders = {"disk": str(tmp_path / "scratch")} if name == "disk" else {}
+        folders = {"disk": str(tmp_path / "scratch"), "rows": rows} if name == "disk" else {}
         plan = {"preset": first, "precision": "bf16", **folders}
         replicas = [copy.deepcopy(model) for _ in range(2)]
 

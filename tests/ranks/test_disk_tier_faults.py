@@ -48,8 +48,12 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
 
 REFUSED: dict[str, tuple[dict[str, Any], MakeOptimizer, str]] = {
     "no folder": ({"disk": None}, adamw, "names no folder for them. Give it one on a local disk"),
-    "grad": ({"rows": {"grad": {"tier": "disk"}}}, adamw, "Row 'grad' is placed on tier 'disk', where this version"),
-    "param": ({"rows": {"param": {"tier": "disk"}}}, adamw, "Row 'param' is placed on tier 'disk'"),
+    "grad": ({"rows": {"grad": {"tier": "disk"}}}, adamw, "Row 'grad' is placed on tier 'disk', where parameters and"),
+    "param": (
+        {"preset": "zero2", "rows": {"param": {"tier": "disk"}, "optim": {"tier": "disk"}}},
+        adamw,
+        "Row 'param' rests on the disk as copy in fp32 and 'optim' on the disk as shard.dp. in fp32, but what is",
+    ),
     "bf16": ({}, bf16_states, r"tokens.weight has its states on a disk. AdamW keeps exp_avg as bfloat16"),
     "int8": ({}, int8_states, r"tokens.weight has its states on a disk. AdamW keeps exp_avg as uint8"),
     "lamb": ({}, lamb, "norms of whole parameters of tokens.weight, whose states the plan has on the disk"),
@@ -210,7 +214,7 @@ def test_a_disk_that_fails_between_steps(tmp_path: Path, monkeypatch: pytest.Mon
                 engine.state_dict,
                 engine.optimizer_state_dict,
             ):
-                with pytest.raises(TierError, match=r"Reading .* of .*states-\d+ failed: Input/output error \(EIO\)"):
+                with pytest.raises(TierError, match=r"Reading .* of .*rows-\d+ failed: Input/output error \(EIO\)"):
                     work()
             with pytest.raises(CheckpointError, match=r"rank 0 reports: .*Input/output error"):
                 engine.save(tmp_path / "saved", step=2)

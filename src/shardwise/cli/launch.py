@@ -7,7 +7,10 @@ import warnings
 from pathlib import Path
 
 from shardwise import launch
+from shardwise.errors import LaunchError
 from shardwise.launch.job import Job, describe
+
+_OF_SEVERAL_HOSTS = ("num_nodes", "hostfile", "include", "exclude")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option("--dry-run", action="store_true", help="print what would be started, and start nothing")
     option("-m", "--module", action="store_true", help="run a module, as `python -m` does")
+    option("--as-deepspeed", action="store_true", help="`import deepspeed` finds shardwise (docs/deepspeed.md)")
+    option("--num_gpus", type=int, metavar="N", help="with --as-deepspeed: the same as --nproc")
+    for name in _OF_SEVERAL_HOSTS:
+        option(f"--{name}", help=argparse.SUPPRESS)
     # PARSER is REMAINDER that wants at least one and leaves a "--" among the script's own alone
     option("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
 
@@ -42,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    _read_as_deepspeed(args)
     job = _job(args, nproc=1 if args.nproc is None else args.nproc)
     job.check()
     with launch.listen(job.port) as listener:  # both before torch is imported: a mistake is told at once
@@ -54,12 +62,28 @@ def _run(args: argparse.Namespace) -> int:
         return launch.supervise(job, listener, on_cpu=num_gpus == 0)
 
 
+def _read_as_deepspeed(args: argparse.Namespace) -> None:
+    """What people type after `deepspeed`, as what they would type here."""
+    elsewhere = [name for name in _OF_SEVERAL_HOSTS if getattr(args, name) not in (None, "1")]
+    if elsewhere:
+        raise LaunchError(
+            f"--{elsewhere[0]} is about several hosts, and `shardwise launch` starts ranks on this one. Run torchrun "
+            f"on each host instead."
+        )
+    if args.num_gpus is not None:
+        if args.nproc not in (None, args.num_gpus):
+            raise LaunchError(f"--num_gpus {args.num_gpus} and --nproc {args.nproc} are two counts. Give one of them.")
+        args.nproc = args.num_gpus
+
+
 def _job(args: argparse.Namespace, nproc: int) -> Job:
     command = args.command[1:] if args.command[0] == "--" else args.command
+    if args.as_deepspeed:
+        command = ["shardwise.integrations.deepspeed", *(["-m"] if args.module else []), *command]
     return Job(
         command=tuple(command),
         nproc=nproc,
-        is_module=args.module,
+        is_module=args.module or args.as_deepspeed,
         port=args.port,
         max_restarts=args.max_restarts,
         threads=args.threads,

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.activations import treatments_for
+from shardwise.budget import Fitted, Ranks, choices_by_place, of_params, params_by_place, within_budget
 from shardwise.cli.explanation import UnitSize, said_on_host
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
-from shardwise.cuts import boxes_for, rows_for, split_of
+from shardwise.cuts import rows_for, split_of
 from shardwise.devices import TorchAccelerator
 from shardwise.errors import ConfigError, ModelError, nearest
 from shardwise.experts import expert_split
@@ -29,7 +31,7 @@ from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
 from shardwise.rehearsal import StageRehearsal, rehearse
 from shardwise.sequence import rehearsed_by
-from shardwise.storage import LabelledTable, Ranks, Unit, UnitChoice, choose_units, make_unit, unit_spec, within_budget
+from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_spec
 from shardwise.telemetry import ByteMeter, Ledger
 from shardwise.tensor import AXIS, Regions
 
@@ -45,10 +47,12 @@ def units_of(
     kept = [(choice, spec) for choice, spec in specs if spec.flats]
     if not kept:
         raise ModelError(f"{source} builds a {type(model).__name__} without parameters, so there is nothing to shard.")
-    return tuple(spec for _, spec in kept), tuple(_size(choice, spec) for choice, spec in kept)
+    treatments = treatments_for(model, choose_units(model, plan), plan)
+    sizes = (replace(_size(choice, spec), activations=treatments.said(choice.name)) for choice, spec in kept)
+    return tuple(spec for _, spec in kept), tuple(sizes)
 
 
-def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Plan:
+def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Fitted:
     """`plan` with the offload that its budget comes to, all ranks on one host."""
     updates = _updates(model, optimizer) if optimizer else None
     ranks = Ranks(on_cpu=_device().type == "cpu", num_local=mesh.world_size)
@@ -62,12 +66,8 @@ def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
 
 def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
     """Units as rank 0 has them, which has no less than any other; under a pipeline, as the one with most parameters."""
-    experts = expert_split(model, plan, mesh, 0)
-    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
-    choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
-    if has_pipeline(mesh):
-        return _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
-    return choices
+    places, _ = choices_by_place(model, plan, mesh)
+    return places[_largest(model, stage_layout(model, plan, mesh))] if has_pipeline(mesh) else places[0]
 
 
 def _rows(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
@@ -81,30 +81,9 @@ def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
     return ("", 0) if experts is None else (str(experts), sum(found.hidden_size for found in experts.modules))
 
 
-def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
-    """What of the units lies on the pipeline rank that has most parameters."""
-    return _of_params(choices, _params_at(model, layout)[_largest(model, layout)])
-
-
-def _of_params(choices: list[UnitChoice], params: set[nn.Parameter]) -> list[UnitChoice]:
-    own = [
-        replace(one, params={name: param for name, param in one.params.items() if param in params}) for one in choices
-    ]
-    return [one for one in own if one.params]
-
-
-def _params_at(model: nn.Module, layout: StageLayout) -> list[set[nn.Parameter]]:
-    """By place along the pipeline."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    return [
-        {param for stage in layout.at(place) for name in layout.stages[stage] for param in modules[name].parameters()}
-        for place in range(layout.num_ranks)
-    ]
-
-
 def _largest(model: nn.Module, layout: StageLayout) -> int:
     """The place along the pipeline that has most parameters."""
-    sizes = [sum(param.numel() for param in params) for params in _params_at(model, layout)]
+    sizes = [sum(param.numel() for param in params) for params in params_by_place(model, layout)]
     return sizes.index(max(sizes))
 
 
@@ -152,7 +131,10 @@ def activations_of(
         split.carry_out(line, Regions(line))
         model.__dict__["forward"] = _CountsAnew(model, ledger)
     around = rehearsed_by(model, plan, mesh) if splits_sequences else None
-    activations = rehearse(model, units, batch, device=device, compute=table.compute, around=around)
+    treatments = treatments_for(model, choose_units(model, plan), plan)
+    activations = rehearse(
+        model, units, batch, device=device, compute=table.compute, around=around, treatments=treatments
+    )
     return (activations,), sum(ledger.sent_bytes.values())
 
 
@@ -173,8 +155,12 @@ def _of_stages(model: nn.Module, batch: object, plan: Plan, table: Table, mesh: 
     rehearsals = []
     for place in range(layout.num_ranks):
         own = copy.deepcopy(model)
-        units = _made(_of_params(choose_units(own, plan), _params_at(own, layout)[place]), own, plan, mesh, device)
-        rehearsals.append(StageRehearsal(StagedModel(own, layout, place), units, batch, device, table.compute))
+        units = _made(of_params(choose_units(own, plan), params_by_place(own, layout)[place]), own, plan, mesh, device)
+        treatments = treatments_for(own, choose_units(own, plan), plan)
+        treatments.check_stages(own, layout.pieces)
+        staged = StagedModel(own, layout, place)
+        left = treatments.within(own)
+        rehearsals.append(StageRehearsal(staged, units, batch, device, table.compute, treatments=left))
     arrived = None
     for stage in range(len(layout.stages)):
         arrived = rehearsals[layout.place_of(stage)].go_through(stage, arrived)

@@ -214,10 +214,10 @@ class AdoptedOptimizer:
         """Let a piece and its states be where its flat buffer's rows are now; what is not there yet is copied, if it
         `moves`."""
         flat, rows = piece.flat, piece.flat.rows
-        if rows is None or not piece.span.numel:
+        if rows is None or not piece.span.numel or not flat.spec.updates_from_disk:
             return
         mine = flat.slots[piece.index].span.overlap(flat.optim_span).within(flat.optim_span)
-        piece.tensor.data = rows.master(flat.optim_span.numel, piece.tensor.dtype)[mine.start : mine.stop]
+        piece.tensor.data = flat.master_in_rows()[mine.start : mine.stop]
         kept: dict[Tensor, dict[str, Any]] = self._member_of[piece.tensor].state
         state = dict.get(kept, piece.tensor) or {}
         for key, value in list(state.items()):

@@ -110,10 +110,10 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         said = {key: value for edit in edits for key, value in edit if value is not None}
         edited = replace(place, **{"dtype": dtype, **said})
         mesh.require(edited.shard + edited.partial, f"{what} {kind!r}")
-        if edited.tier == "disk" and kind != "optim":
+        if edited.tier == "disk" and kind == "grad":
             raise PlacementError(
-                f"{what} {kind!r} is placed on tier 'disk', where this version keeps optimizer states and master "
-                f"weights alone. Make rows.{kind}.tier host, or leave it out."
+                f"{what} 'grad' is placed on tier 'disk', where parameters and optimizer states can be. Make "
+                f"rows.grad.tier host, or leave it out."
             )
         if kind in ("param", "held") and edited.dtype != compute:
             raise PlacementError(
@@ -141,7 +141,13 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
 
 
 def _check_tiers(param: Place, held: Place, grad: Place, optim: Place, what: str) -> None:
-    """Raise `PlacementError` for rows on the host between which this version has no way."""
+    """Raise `PlacementError` for rows below the device between which this version has no way."""
+    if param.tier == "disk" and (optim.tier, optim.shard) != ("disk", param.shard):
+        raise PlacementError(
+            f"{what} 'param' rests on the disk as {_said(param)} and 'optim' on the {optim.tier} as {_said(optim)}, "
+            f"but what is updated is written in one piece with its states. Set rows.optim.tier=disk and give both "
+            f"rows the same shard, or make rows.param.tier host."
+        )
     if grad.tier == "host" and grad.partial:
         raise PlacementError(
             f"{what} 'grad' waits on the host as summands over {'+'.join(grad.partial)}, and sums are taken on the "
@@ -158,10 +164,10 @@ def _check_tiers(param: Place, held: Place, grad: Place, optim: Place, what: str
             f"{what} 'grad' waits on the host as {_said(grad)}, but the update needs {_said(optim)} there, and nothing "
             f"is cut or cast on the way. Give both rows the same shard and dtype, or leave out rows.grad.tier."
         )
-    if held.tier == "host" and (param.tier, param.shard) != ("host", held.shard):
+    if held.tier != "device" and (param.tier, param.shard) != (held.tier, held.shard):
         raise PlacementError(
-            f"{what} 'held' is on the host, where only what rests there can be held. Give rows.param the same place, "
-            f"or leave out rows.held.tier."
+            f"{what} 'held' is on the {held.tier}, where only what rests there can be held. Give rows.param the same "
+            f"place, or leave out rows.held.tier."
         )
 
 
@@ -170,8 +176,12 @@ def _said(place: Place) -> str:
 
 
 def ruled_tables(plan: Plan, mesh: Mesh) -> dict[str, Table]:
-    """The tables of the plan's rules, by the rules' names."""
-    return {name: table_for(plan, mesh, rule, what=f"Rule {name!r}: row") for name, rule in plan.rules.items()}
+    """The tables of the plan's rules, by the rules' names; of those that are about tables."""
+    return {
+        name: table_for(plan, mesh, rule, what=f"Rule {name!r}: row")
+        for name, rule in plan.rules.items()
+        if rule.has_rows
+    }
 
 
 def resident_table(plan: Plan, mesh: Mesh) -> Table:

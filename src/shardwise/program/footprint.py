@@ -8,7 +8,7 @@ Activations are the model's own: they are counted where a rehearsal says what th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.errors import ProgramError
 from shardwise.placement import WIDTH, Span, Tier
@@ -35,10 +35,13 @@ class HostFootprint:
     param: int
     optim: int
     buffers: int
+    activations: int = 0
+    """What forwards save for backwards, where a rehearsal has counted it and the plan has it there."""
 
     @property
     def by_kind(self) -> dict[str, int]:
-        return {"param": self.param, "optim": self.optim, "buffers": self.buffers}
+        kinds = {"param": self.param, "optim": self.optim, "buffers": self.buffers}
+        return {**kinds, "activations": self.activations} if self.activations else kinds
 
     @property
     def total(self) -> int:
@@ -46,18 +49,32 @@ class HostFootprint:
 
 
 NUM_DISK_BUFFERS = 3
-"""Of the host, each for the states of one flat buffer on a disk: one is read, one updated, one written."""
+"""Of the host, each for what one flat buffer has on a disk: one is read, one updated, one written."""
+NUM_READ_BUFFERS = 3
+"""Of the host, each for the parameters of one flat buffer on a disk: one is copied to the device, others are read."""
 
 
 @dataclass(frozen=True)
 class DiskFootprint:
-    """Bytes of one rank on a disk: files for states and master weights, one for each flat buffer."""
+    """Bytes of one rank on a disk: files for states, master weights and parameters, one for each flat buffer, and for
+    activations, where a rehearsal has counted them.
 
+
+    `param` is what rests there and is no master weight, and 0 where parameters rest elsewhere.
+    """
+
+    param: int
     optim: int
+    activations: int = 0
 
     @property
     def by_kind(self) -> dict[str, int]:
-        return {"optim": self.optim}
+        kinds = {"param": self.param, "optim": self.optim, "activations": self.activations}
+        return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes or kind == "optim"}
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_kind.values())
 
 
 @dataclass(frozen=True)
@@ -127,10 +144,15 @@ def footprint(
                 clock.walk(block, mark)
     for block in step:
         clock.walk(block)
-    files = [disk_bytes(flat, coordinate, states_per_param) for flat in flats if flat.updates_from_disk]
-    disk = DiskFootprint(sum(files)) if files else None
-    buffers = clock.pooled + min(NUM_DISK_BUFFERS, len(files)) * max(files, default=0)
+    disk = _on_disk(flats, states_per_param, coordinate)
+    buffers = clock.pooled + _disk_buffers(flats, states_per_param, coordinate)
+    rehearsed = [one for _, one in passes if one is not None]
+    saved_there, saved_on_disk = sum(one.host_bytes for one in rehearsed), sum(one.disk_bytes for one in rehearsed)
+    if saved_on_disk:
+        disk = replace(disk or DiskFootprint(0, 0), activations=saved_on_disk)
     host = _on_host(flats, buffers, states_per_param, coordinate)
+    if saved_there:
+        host = replace(host or HostFootprint(0, 0, 0), activations=saved_there)
     grad_buffers = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_grad_buffer)
     if activations is None:
         return Footprint(param, grad, optim, max(0, grad_buffers + clock.peak - grad), host=host, disk=disk)
@@ -147,6 +169,25 @@ def _on_host(
         return None
     optim = _optim_bytes(flats, "host", states_per_param, coordinate)
     return HostFootprint(_resting_bytes(flats, "host"), optim, buffers)
+
+
+def _on_disk(
+    flats: Sequence[FlatSpec], states_per_param: int, coordinate: Mapping[str, int] | None
+) -> DiskFootprint | None:
+    there = [flat for flat in flats if flat.lies_on_disk]
+    if not there:
+        return None
+    param = sum(resting_disk_bytes(flat) for flat in there)
+    return DiskFootprint(param, sum(disk_bytes(flat, coordinate, states_per_param) for flat in there) - param)
+
+
+def _disk_buffers(flats: Sequence[FlatSpec], states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
+    """Of the host, for what comes from a disk and goes there."""
+    updated = [disk_bytes(flat, coordinate, states_per_param) for flat in flats if flat.updates_from_disk]
+    read = [resting_disk_bytes(flat) for flat in flats if flat.rests_on_disk]
+    return min(NUM_DISK_BUFFERS, len(updated)) * max(updated, default=0) + min(NUM_READ_BUFFERS, len(read)) * max(
+        read, default=0
+    )
 
 
 def _resting_bytes(flats: Sequence[FlatSpec], tier: Tier) -> int:
@@ -189,8 +230,21 @@ def _optim_bytes(
 
 
 def disk_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None, states_per_param: int = 0) -> int:
-    """Of the file with the states and master weights of one flat buffer: whole pages."""
-    return -(-_optim_bytes_of(flat, states_per_param, coordinate) // PAGE) * PAGE
+    """Of the file with what one flat buffer has on a disk: whole pages for the parameters, if they rest there, and
+    behind them whole pages for states and master weights."""
+    states = _optim_bytes_of(flat, states_per_param, coordinate) if flat.updates_from_disk else 0
+    return resting_disk_bytes(flat) + up_to_page(states)
+
+
+def resting_disk_bytes(flat: FlatSpec) -> int:
+    """Of that, what is read for a forward or a backward; 0 where parameters rest elsewhere."""
+    if not flat.rests_on_disk:
+        return 0
+    return up_to_page(flat.num_bytes(flat.table.param.shard, flat.table.param.dtype))
+
+
+def up_to_page(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
 
 
 def _optim_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:

@@ -64,6 +64,16 @@ class FlatSpec:
         """Whether master weights and states come from a disk to be updated."""
         return self.trainable and self.table.optim.tier == "disk"
 
+    @property
+    def lies_on_disk(self) -> bool:
+        """Whether there is anything of it on a disk."""
+        return self.updates_from_disk or self.rests_on_disk
+
+    @property
+    def rests_on_disk(self) -> bool:
+        """Whether parameters rest on a disk: of trainable ones in one file with their master weights and states."""
+        return self.table.param.tier == "disk"
+
     def tier_of(self, buffer: Buffer) -> Tier:
         """Where `buffer` lies; of a sum, where it is until it is evicted."""
         table = self.table

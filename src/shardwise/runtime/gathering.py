@@ -97,6 +97,27 @@ class Gathering:
                 flat.free_full()
                 flat.free_held()
 
+    def owe_frees(self, unit: Unit, block: BoundBlock) -> None:
+        """What `block` would have freed of `unit` has to stay until the backward is through."""
+        for flat in unit.flats:
+            flat.owes_free |= flat.name in block.frees
+
+    def free_owed(self) -> None:
+        """A backward in the middle of a schedule is through: what had to stay until then goes, if the program counts on
+        that; what it keeps, or has on its way, stays."""
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.rest()
+                flat.lasts = False
+                if flat.owes_free:
+                    flat.free_full()
+
+    def expect_gradients(self) -> None:
+        """Those that come from here on are of another backward."""
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.grads.have_come = False
+
     def forget_graphs(self) -> bool:
         """What was to stay whole because a graph may read it may go. Whether there was any; it has not gone yet."""
         staying = [flat for unit in self.units for flat in unit.flats if flat.stays]

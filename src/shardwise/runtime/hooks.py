@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
 from shardwise.runtime.compiled import OuterCompile
+from shardwise.runtime.halves import Halves
 from shardwise.runtime.nested import tensors_in
 from shardwise.storage import Flat, Unit
 
@@ -141,7 +142,8 @@ class Hooks:
     garbage collection. A graph may outlive both: sent back then, it raises `StateError`.
     """
 
-    def __init__(self, root: nn.Module, units: list[Unit], listener: Listener) -> None:
+    def __init__(self, root: nn.Module, units: list[Unit], listener: Listener, halves: Halves) -> None:
+        self._halves = halves
         self._alive = weakref.ref(listener)
         self._listener: Listener = weakref.proxy(listener)
         self._units = units
@@ -322,7 +324,7 @@ class Hooks:
         self._open_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
-        grads, use = flat.grads, self._uses[unit.name]
+        grads, use, halves = flat.grads, self._uses[unit.name], self._halves
         for index, param in enumerate(flat.params):
 
             def arrived(param: Tensor, index: int = index) -> None:
@@ -344,6 +346,8 @@ class Hooks:
                     )
                 if not self._awaits_end:
                     self._await_end()
+                if halves.units and halves.keep(unit, flat, index, grad):
+                    return
                 grads.arrive(index, grad, is_last=not use.is_open_around(_graph_task_id()))
                 if grads.complete():
                     self._close_backward(unit)

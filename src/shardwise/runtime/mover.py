@@ -7,6 +7,7 @@ already is not gathered again.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -14,11 +15,11 @@ from functools import partial
 import torch
 
 from shardwise.comm import Communicator, Group, Work
-from shardwise.errors import CommError, ProgramError
+from shardwise.errors import CommError, ProgramError, TierError
 from shardwise.placement import Axes, Span
 from shardwise.program import Action, adds_in_place, reduce_due, step_gradients
 from shardwise.runtime.reduction import Reduction, staging_bytes
-from shardwise.storage import Flat, FullState, torch_dtype
+from shardwise.storage import DiskRead, Flat, FullState, torch_dtype
 
 Tensor = torch.Tensor
 
@@ -60,13 +61,18 @@ class Mover:
         self._gather(action.over, self.flat.param, self.flat.spec.table.param.shard)
 
     def fetch_param(self, _: Action) -> None:
-        """Start to bring what rests on the host to its place in `full`."""
+        """Start to bring what rests on the host, or on a disk, to its place in `full`."""
         flat = self.flat
+        flat.owes_free = False
         if flat.state is not FullState.ABSENT:
             return
         self._spread = flat.spec.table.param.shard
         flat.allocate_full()
-        self._arriving = flat.reading = flat.host.fetch(self._part_of_full(self._spread), flat.param)
+        part = self._part_of_full(self._spread)
+        if flat.spec.rests_on_disk:
+            self._arriving = flat.read_rows(part)
+        else:
+            self._arriving = flat.reading = flat.host.fetch(part, flat.param)
 
     def gather_held(self, action: Action) -> None:
         """The same from what is held; from what rests, if nothing is."""
@@ -77,7 +83,22 @@ class Mover:
 
     def wait_range(self, _: Action) -> None:
         """A larger range of `full` is there."""
+        if self.flat.spec.rests_on_disk and isinstance(self._arriving, DiskRead):
+            self._wait_for_all_disks(self._arriving)
         self._wait_arriving()
+
+    def _wait_for_all_disks(self, read: DiskRead) -> None:
+        """Before ranks give each other what they have read: if a disk of any of them failed, all raise `TierError`."""
+        why = ""
+        try:
+            read.wait()
+        except TierError as error:
+            why = str(error)
+        for axis in self.flat.spec.table.axes:
+            said = self._collectives.exchange(json.dumps(why).encode(), self._groups[axis], self._gathering)
+            why = next((text for text in map(json.loads, said) if text), "")
+        if why:
+            raise TierError(why)
 
     def free_full(self, _: Action) -> None:
         self.flat.free_full()
@@ -99,6 +120,7 @@ class Mover:
     def _gather(self, axis: str, source: Tensor, shard: Axes) -> None:
         flat = self.flat
         if flat.is_whole:
+            flat.owes_free = False
             return
         if flat.state is FullState.GATHERING and axis not in self._spread:
             return
@@ -300,9 +322,11 @@ class Mover:
     def abandon(self) -> None:
         """Wait for whatever is on its way and forget it. What will never come has been complained about already."""
         if self._arriving is not None:
-            with suppress(CommError):
+            with suppress(CommError, TierError):
                 self._arriving.wait()
             self._arriving = None
+        if self.flat.disk is not None:
+            self.flat.disk.abandon_reads()
         if self._reduction is not None:
             with suppress(CommError):
                 self._reduction.wait()

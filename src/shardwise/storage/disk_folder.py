@@ -28,7 +28,7 @@ def open_disk(
     `known` is what has those of the plan before, and goes on if it is in the same folder. Raises `ConfigError` for a
     plan that names no folder, and on all ranks `TierError` for one that cannot be had or is too small.
     """
-    flats = [flat for spec in specs for flat in spec.flats if flat.updates_from_disk]
+    flats = [flat for spec in specs for flat in spec.flats if flat.lies_on_disk]
     folder = _required_folder(plan)
     coordinate = mesh.coordinate(world.rank)
     wanted = sum(disk_bytes(flat, coordinate) for flat in flats)

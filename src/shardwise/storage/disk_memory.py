@@ -1,4 +1,5 @@
-"""Masters and states on a disk: one file for each flat buffer, of which a step has a few in memory at a time.
+"""Parameters, masters and states on a disk: one file for each flat buffer, of which a step has a few in memory at a
+time.
 
 [Note: rows on a disk] Between steps tensors on the tier `disk` say by their address where in its file each of them
 lies, and whoever wants to read or write one (access, checkpoints, a change of plan) gives it to `DiskRows.read` and
@@ -8,6 +9,9 @@ optimizer finds its tensors; it is written back from there while the next one, w
 
 The addresses are those of the file, mapped into memory, where whoever reads them all the same finds what is there:
 kernels keep mapped pages coherent with what goes past them. Nobody uses them while the file is in a buffer.
+
+Parameters that rest on a disk lie at the beginning of the file, on pages of their own. A pass reads those alone, also
+past the page cache (`disk_reads.py`); an update has them beside their states, and writes all of it back.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ import torch
 
 from shardwise.devices import RankDevice
 from shardwise.errors import StateError, TierError
-from shardwise.program import NUM_DISK_BUFFERS
+from shardwise.program import NUM_DISK_BUFFERS, NUM_READ_BUFFERS
+from shardwise.storage.disk_reads import DiskRead, DiskReads
+from shardwise.storage.host_memory import Copy
 from shardwise.telemetry import ByteMeter
 from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder
 
@@ -34,11 +40,13 @@ PIECE_BYTES = 2**23
 class DiskRows:
     """What one flat buffer has on the disk: tensors, one after the other, in a file that is as large as promised."""
 
-    def __init__(self, name: str, file: DiskFile) -> None:
+    def __init__(self, name: str, file: DiskFile, resting_bytes: int) -> None:
+        """The first `resting_bytes` of it, whole pages, are parameters that rest there."""
         self.name = name
         self.file = file
+        self.resting_bytes = resting_bytes
         self._mapped = torch.frombuffer(mmap.mmap(file.descriptor(), file.num_bytes), dtype=torch.uint8)
-        self._used = 0
+        self._used = resting_bytes
         self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
         self.buffer: Tensor | None = None
         """That has all of it, from `DiskMemory.fetch` to `evict`."""
@@ -70,6 +78,19 @@ class DiskRows:
             yield start, stop, place + start
             start = stop
 
+    @property
+    def has_states(self) -> bool:
+        """Whether there is something that an update changes, besides parameters."""
+        return self.file.num_bytes > self.resting_bytes
+
+    def param(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Parameters that rest here, where they lie now."""
+        return self._here[: numel * dtype.itemsize].view(dtype)
+
+    @property
+    def _here(self) -> Tensor:
+        return self._mapped if self.buffer is None else self.buffer
+
     def master(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Master weights, which are given a place first."""
         return self.place(-1, "master", numel, dtype)
@@ -93,13 +114,13 @@ class DiskRows:
         elif found[1:] != (numel, dtype):
             raise StateError(f"{self.name}: {key} has changed its size or dtype, and on a disk it has {found[1:]}.")
         start, stop = found[0], found[0] + numel * dtype.itemsize
-        return (self._mapped if self.buffer is None else self.buffer)[start:stop].view(dtype)
+        return self._here[start:stop].view(dtype)
 
 
 class DiskMemory:
     """The files of one rank in the folder that a plan names, and the buffers through which a step takes them.
 
-    Files are counted as `optim` on the disk, and buffers as `buffers` on the host.
+    Files are counted as `param` and `optim` on the disk, and buffers as `buffers` on the host.
     """
 
     def __init__(self, folder: Path | str, rank: int, device: RankDevice | None = None) -> None:
@@ -109,7 +130,10 @@ class DiskMemory:
         self._device = device
         self._meter = ByteMeter()
         self._rows: list[DiskRows] = []
+        """Those that an update changes."""
+        self._every: list[DiskRows] = []
         self._left: list[DiskRows] = []
+        self._reads = DiskReads(self._pool_for_reads)
         self._pool: BufferPool | None = None
         self._reading: tuple[DiskRows, Tensor, Pending] | None = None
         self._writing: deque[tuple[Tensor, Pending, Callable[[], None]]] = deque()
@@ -122,8 +146,10 @@ class DiskMemory:
         """Rows of a plan are to come here, and to be counted by `meter`. Those of the plan before stay until
         `leave_former`."""
         self.settle()
-        self._left += self._rows
-        self._meter, self._rows, self._pool, self._buffer_bytes = meter, [], None, 0
+        self._reads.forget_all()
+        self._left += self._every
+        self._meter, self._rows, self._every, self._pool, self._buffer_bytes = meter, [], [], None, 0
+        self._reads = DiskReads(self._pool_for_reads)
 
     def leave_former(self) -> None:
         """What the plans before have here is needed no more."""
@@ -134,19 +160,47 @@ class DiskMemory:
     def is_in(self, folder: Path | str) -> bool:
         return self.folder.folder == Path(folder)
 
-    def rows(self, name: str, num_bytes: int) -> DiskRows:
-        """A file of zeros for the flat buffer `name`."""
-        rows = DiskRows(name, self.folder.create(f"states-{self._num_made}", num_bytes, self._queue))
+    def rows(self, name: str, num_bytes: int, resting_bytes: int = 0, *, is_updated: bool = True) -> DiskRows:
+        """A file of zeros for the flat buffer `name`, the first `resting_bytes` for parameters that rest there."""
+        rows = DiskRows(name, self.folder.create(f"rows-{self._num_made}", num_bytes, self._queue), resting_bytes)
         self._num_made += 1
-        self._rows.append(rows)
-        self._meter.on("disk").hold("optim", rows.file.num_bytes)
+        self._every.append(rows)
+        if is_updated:
+            self._rows.append(rows)
+        if resting_bytes:
+            self._reads.know(rows, lambda buffer: rows.file.read(0, buffer[:resting_bytes]))
+        self._meter.on("disk").hold("param", resting_bytes)
+        self._meter.on("disk").hold("optim", rows.file.num_bytes - resting_bytes)
         return rows
+
+    def file(self, name: str, num_bytes: int) -> DiskFile:
+        """A file of its own in the folder, for whoever asks, who counts and closes it."""
+        self._num_made += 1
+        return self.folder.create(f"{name}-{self._num_made - 1}", num_bytes, self._queue)
+
+    # -- a pass -----------------------------------------------------------------------------------------
+
+    def read(self, rows: DiskRows, copy: Callable[[Tensor], Copy]) -> DiskRead:
+        """Begin to bring the parameters of `rows` to the device, by `copy` from a buffer with their bytes; and to read
+        those that are expected after them."""
+        what = f"What rests of the parameters of {rows.name} on a disk"
+        return self._reads.fetch(rows, what, lambda buffer: copy(buffer[: rows.resting_bytes]))
+
+    def abandon_reads(self) -> None:
+        """A pass has failed: nothing is on its way any more."""
+        self._reads.forget_all()
+
+    def forget_read(self, rows: DiskRows) -> None:
+        """The parameters of `rows` are about to be written to: what was read of them ahead is of no use."""
+        if rows.resting_bytes:
+            self._reads.forget(rows)
 
     # -- a step -----------------------------------------------------------------------------------------
 
     def fetch(self, rows: DiskRows) -> None:
         """Bring all of `rows` into a buffer, and begin to read those that come after it."""
         self.begin_change()
+        self.forget_read(rows)
         ahead, self._reading = self._reading, None
         if ahead is not None and ahead[0] is not rows:
             ahead[2].wait()
@@ -193,6 +247,7 @@ class DiskMemory:
         for pending in (*under_way, *([self._reading[2]] if self._reading is not None else [])):
             with contextlib.suppress(TierError):  # the step that failed has raised it, or was to
                 pending.wait()
+        self._reads.forget_all()
         for rows in self._rows:
             rows.buffer = None
         self._reading, self._pool = None, None
@@ -200,6 +255,7 @@ class DiskMemory:
 
     def close(self) -> None:
         """Others may have the folder. What is mapped stays as long as somebody has it. May be called twice."""
+        self._reads.forget_all()
         self._queue.close()
         self.folder.close()
 
@@ -215,6 +271,12 @@ class DiskMemory:
             self._meter.on("host").hold("buffers", self._pool.num_bytes - self._buffer_bytes)
             self._buffer_bytes = self._pool.num_bytes
         return self._pool
+
+    def _pool_for_reads(self) -> BufferPool:
+        sizes = [rows.resting_bytes for rows in self._every if rows.resting_bytes]
+        pool = BufferPool(min(NUM_READ_BUFFERS, len(sizes)), max(sizes), self._device)
+        self._meter.on("host").hold("buffers", pool.num_bytes)
+        return pool
 
     def _has_free(self) -> bool:
         """Whether a buffer is free, or would be once something is written that is not the last."""

@@ -24,7 +24,7 @@ import torch
 from shardwise.comm import SharedBuffer
 from shardwise.errors import StateError
 from shardwise.placement import Slot, Span
-from shardwise.program import Buffer, FlatSpec, disk_bytes
+from shardwise.program import Buffer, FlatSpec, disk_bytes, resting_disk_bytes
 from shardwise.storage.disk_memory import DiskMemory, DiskRows
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.grad_buffer import Memory, OwnMemory
@@ -89,7 +89,9 @@ class Flat:
         self.stays = False
         """Whether the whole buffer, once it is there, is not to be freed, since a graph may still read it."""
         self.lasts = False
-        """Likewise, but only until the pass ends."""
+        """Likewise, but only until the backward ends."""
+        self.owes_free = False
+        """Whether it would have been freed otherwise, and has not been asked for since."""
         self.full = torch.empty(0)
         self._bytes_of_full: Releasable | None = None
         self.param = torch.empty(0)
@@ -140,8 +142,10 @@ class Flat:
         return self.master
 
     def land(self) -> None:
-        """Block until no copy reads what rests on the host."""
+        """Block until nothing reads what rests on the host or a disk: it is about to be written to."""
         self.reading.land()
+        if self.rows is not None and self.disk is not None:
+            self.disk.forget_read(self.rows)
 
     # -- birth ------------------------------------------------------------------------------------------
 
@@ -175,7 +179,7 @@ class Flat:
 
     def _keep(self, mine: Span, values: Tensor) -> None:
         """Take over first values of the elements `mine`, which lie in `param_span`."""
-        _part(self.param, mine.within(self.param_span)).copy_(values)
+        self.put(_part(self.param, mine.within(self.param_span)), values)
         if self.master is not None and not self.spec.master_is_param:
             updated = mine.overlap(self.optim_span)
             self.put(_part(self.master, updated.within(self.optim_span)), _part(values, updated.within(mine)))
@@ -190,6 +194,8 @@ class Flat:
         """Memory for what this rank keeps, zero between the parameters. Returns each parameter's view of `full`."""
         table = self.spec.table
         compute = torch_dtype(table.compute)
+        if self.spec.lies_on_disk:
+            self._open_rows()
         if self.shared is not None:
             self.full = self.shared.whole.view(compute)
             self.param = self.shared.own.view(compute)
@@ -220,15 +226,15 @@ class Flat:
         """Memory of zeros for a row, on its tier; the host's counts its own."""
         if self.spec.tier_of(buffer) == "device":
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        if self.spec.tier_of(buffer) == "disk":
-            return self._on_disk(numel, dtype)
+        if self.rows is not None and self.spec.tier_of(buffer) == "disk":
+            return self.rows.param(numel, dtype) if buffer == "param" else self.rows.master(numel, dtype)
         return self.host.zeros(numel, dtype, "param" if buffer == "param" else "optim")
 
-    def _on_disk(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def _open_rows(self) -> None:
         if self.disk is None:
             raise StateError(f"{self.name} has rows on a disk, and no folder was opened for them.")
-        self.rows = self.disk.rows(self.name, disk_bytes(self.spec, self.coordinate))
-        return self.rows.master(numel, dtype)
+        spec, num_bytes = self.spec, disk_bytes(self.spec, self.coordinate)
+        self.rows = self.disk.rows(self.name, num_bytes, resting_disk_bytes(spec), is_updated=spec.updates_from_disk)
 
     @property
     def kept_dtype(self) -> torch.dtype:
@@ -249,7 +255,8 @@ class Flat:
 
     def free_full(self) -> None:
         """Let the bytes of `full` go. Asked twice, or of one that is resident, stays or lasts, it does nothing."""
-        if self.state is FullState.READY and not (self.stays or self.lasts):
+        self.owes_free = self.state is FullState.READY and (self.stays or self.lasts)
+        if self.state is FullState.READY and not self.owes_free:
             if self.shared is not None:
                 self.shared.renew()
             elif self._bytes_of_full is not None:
@@ -276,12 +283,12 @@ class Flat:
             self.held = None
 
     def fetch_states(self) -> None:
-        """Bring what lies on the disk into host memory, where it is to be updated. `master` is there until the disk has
+        """Bring what lies on the disk into host memory, where it is to be updated. It is there until the disk has
         all of it again."""
         assert self.disk is not None
         assert self.rows is not None
         self.disk.fetch(self.rows)
-        self.find_master()
+        self.find_rows()
 
     def evict_states(self) -> None:
         """Begin to write it back."""
@@ -291,13 +298,35 @@ class Flat:
 
     def _leave_buffer(self) -> None:
         self.land()
-        self.find_master()
+        self.find_rows()
 
-    def find_master(self) -> None:
-        """Let `master` be where the disk's rows are now."""
+    def read_rows(self, out: Tensor) -> Copy:
+        """Begin to bring the parameters that rest on the disk into `out`, on the device."""
+        assert self.disk is not None
         assert self.rows is not None
-        assert self.master is not None
-        self.master = self.rows.master(self.master.numel(), self.master.dtype)
+        num_bytes = self.param.nbytes
+
+        def copy(buffer: Tensor) -> Copy:
+            return self.host.fetch(out, buffer[:num_bytes].view(out.dtype))
+
+        self.reading = self.disk.read(self.rows, copy)
+        return self.reading
+
+    def find_rows(self) -> None:
+        """Let `param` and `master` be where the disk's rows are now."""
+        assert self.rows is not None
+        if self.spec.rests_on_disk:
+            self.param = self.rows.param(self.param.numel(), self.param.dtype)
+        if self.spec.updates_from_disk:
+            self.master = self.master_in_rows()
+
+    def master_in_rows(self) -> Tensor:
+        """What the optimizer updates, where the disk's rows are now."""
+        assert self.rows is not None
+        numel, dtype = self.optim_span.numel, torch_dtype(self.spec.table.optim.dtype)
+        if not self.spec.master_is_param:
+            return self.rows.master(numel, dtype)
+        return _part(self.rows.param(self.param_span.numel, dtype), self.optim_span.within(self.param_span))
 
     def accept_master(self) -> None:
         """Cast what the optimizer has updated into the range of `param` that it came from."""
@@ -313,7 +342,7 @@ class Flat:
             return
         for start in range(0, master.numel(), _PIECE_NUMEL):
             stop = start + _PIECE_NUMEL
-            out[start:stop].copy_(self.loaded(master[start:stop]))
+            self.put(out[start:stop], self.loaded(master[start:stop]))
 
     # -- what may lie on a disk ---------------------------------------------------------------------------
 
@@ -345,7 +374,7 @@ class Flat:
             _part(self.full, span).copy_(values)
         else:
             mine = span.overlap(self.param_span)
-            _part(self.param, mine.within(self.param_span)).copy_(_part(values, mine.within(span)))
+            self.put(_part(self.param, mine.within(self.param_span)), _part(values, mine.within(span)))
         if self.master is not None and not self.spec.master_is_param:
             piece, mine = self.master_piece(index)
             master = self.loaded(piece)
@@ -393,6 +422,7 @@ class Flat:
         """This rank's elements of parameter `index` where they are kept: master weights, or a frozen one's bytes."""
         if self.master is not None:
             return self.master_piece(index)[0]
+        self.land()
         mine = self.slots[index].span.overlap(self.param_span)
         return _part(self.param, mine.within(self.param_span))
 

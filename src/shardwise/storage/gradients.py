@@ -53,6 +53,8 @@ class FlatGradients:
         self._landing: Copy = Copied()
         """What brings `grad` to the host."""
         self._due_span = spec.layout.span(spec.table.optim.shard, coordinate)
+        self.have_come = False
+        """Whether any has come since this was set to false: of a backward among others that are reduced together."""
         self._arrived: set[int] = set()
         """Parameters whose gradient of the backward that runs has come."""
         self.copies_of_due = _copies_of(spec, self._slots, self._due_span)
@@ -95,8 +97,7 @@ class FlatGradients:
             view.add_(grad, alpha=self._scale)
         else:
             torch.mul(grad, self._factor, out=view)
-        self._in_fresh[index] = True
-        self.touched_here[index] = True
+        self._in_fresh[index] = self.touched_here[index] = self.have_come = True
         if is_last:
             self._arrived.add(index)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.mesh import Mesh
 from shardwise.placement import Slot, padded_numel
-from shardwise.program import FlatSpec, PlacedUpdate, UnitMoments, UnitSpec, Update
+from shardwise.program import FlatSpec, Phase, PlacedUpdate, UnitMoments, UnitSpec, Update
 from shardwise.storage.flat import Flat
 from shardwise.storage.select import UnitChoice
 from shardwise.storage.tables import LabelledTable
@@ -27,6 +27,7 @@ class Unit:
     spec: UnitSpec
     flats: tuple[Flat, ...]
     sites: list[nn.Module]
+    _moments_of: dict[tuple[int, Phase], UnitMoments] = field(default_factory=dict)
 
     @cached_property
     def name(self) -> str:
@@ -35,6 +36,17 @@ class Unit:
     @cached_property
     def moments(self) -> UnitMoments:
         return UnitMoments.of(self.name)
+
+    def moments_of(self, micro_batch: int, backward: Phase) -> UnitMoments:
+        """Those of one micro-batch of a pipeline's schedule, and of that half of a backward, if it is one."""
+        key = micro_batch, backward
+        if key not in self._moments_of:
+            self._moments_of[key] = UnitMoments.of(self.name, micro_batch, backward)
+        return self._moments_of[key]
+
+    @property
+    def params(self) -> tuple[nn.Parameter, ...]:
+        return tuple(param for flat in self.flats for param in flat.params)
 
     @cached_property
     def has_frozen(self) -> bool:

@@ -56,6 +56,7 @@ class BufferPool:
     def __init__(self, num_buffers: int, buffer_bytes: int, device: RankDevice | None = None) -> None:
         """Pinned for copies from and to `device`, if one is given."""
         self.buffer_bytes = up(max(1, buffer_bytes))
+        self.num_buffers = num_buffers
         self.num_bytes = num_buffers * self.buffer_bytes
         memory = pages(self.num_bytes, device)[: self.num_bytes]
         self._free = list(memory.view(num_buffers, self.buffer_bytes).unbind())

@@ -21,6 +21,11 @@ class Pending:
         for call in self._calls:
             call.result()
 
+    def settle(self) -> None:
+        """Return once all are done, whether they failed or not: for who needs nothing of them but their end."""
+        for call in self._calls:
+            call.exception()
+
     def when_done(self, tell: Callable[[], None]) -> None:
         """Call `tell` once all are done, from the thread that was last, or now."""
         left = len(self._calls) + 1
@@ -37,6 +42,11 @@ class Pending:
         for call in self._calls:
             call.add_done_callback(one_less)
         one_less()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether all are done, and any has failed."""
+        return self.is_done and any(call.exception() is not None for call in self._calls)
 
     @property
     def is_done(self) -> bool:
