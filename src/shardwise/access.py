@@ -73,7 +73,7 @@ class Access:
         if piece is not None and what not in (PARAM, GRAD) and self._optimizer is not None:
             self._optimizer.write_state(flat, index, what, value.reshape(-1)[span.start : span.stop])
         elif piece is not None:
-            piece.copy_(value.reshape(-1)[span.start : span.stop])
+            flat.put(piece, value.reshape(-1)[span.start : span.stop])
         if what == PARAM:
             self._runner.step.restore_params()
 
@@ -150,7 +150,7 @@ class Access:
             piece, span = self._piece(*home, PARAM), _span(*home)
             if piece is not None:
                 part = part_of(state[name], home[0].slots[home[1]].box)
-                piece.copy_(part.reshape(-1)[span.start : span.stop])
+                home[0].put(piece, part.reshape(-1)[span.start : span.stop])
         self._runner.step.restore_params()
         for name, module in extra.items():
             module.set_extra_state(copy.deepcopy(state[name]))
@@ -241,9 +241,9 @@ class Access:
             flat.param.copy_(_cut(flat.full, flat.param_span))
             return
         flat.land()
-        edited = _cut(flat.full, flat.optim_span).to(flat.master.device)
-        same = flat.master.to(edited.dtype) == edited
-        flat.master.copy_(torch.where(same, flat.master, edited.to(flat.master.dtype)))
+        master = flat.loaded(flat.master)
+        edited = _cut(flat.full, flat.optim_span).to(master.device)
+        flat.put(flat.master, torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
 
     def _whole_shape(self, name: str, value: Tensor) -> tuple[int, ...]:
         """That of the unsplit model's `name`, which is `value` here."""
@@ -281,7 +281,7 @@ class Access:
         whole = torch.zeros(flat.spec.numel, dtype=dtype, device=flat.device)
         for index, piece in pieces.items():
             start = flat.slots[index].start + _span(flat, index).start
-            whole[start : start + piece.numel()].copy_(piece)
+            whole[start : start + piece.numel()].copy_(flat.loaded(piece))
         place = flat.spec.table.optim if flat.spec.trainable else flat.spec.table.param
         self._agreement.gather(flat, whole, place.shard)
         return whole

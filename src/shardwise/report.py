@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import nn
+
+from shardwise.activations import Treatments
 from shardwise.config import Plan
 from shardwise.errors import ConfigError
+from shardwise.experts import loaded
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.program.schedule import picture, timed
@@ -18,13 +22,16 @@ from shardwise.sharded_model import ShardedModel
 from shardwise.telemetry import write_trace
 from shardwise.units import format_bytes, format_count
 
+SAVED = "activations"
+
 
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes on this rank by kind: as the plan promised, as counted at the peak, and as replicas would need.
 
     Kinds are `param`, `grad`, `optim` (states and master weights) and `working` (gathered parameters and
-    messages at their peak). Activations are the model's own and in none of them.
+    messages at their peak). Activations on the device are the model's own and in none of them. Those on the host or on
+    a disk are measured as `activations` there, at their peak, and promised by the latest `engine.rehearse`.
     """
 
     promised: dict[str, int]
@@ -50,10 +57,6 @@ class MemoryReport:
     def replicated_total(self) -> int:
         return sum(self.replicated.values())
 
-    @property
-    def _on_host(self) -> dict[str, tuple[int, int]]:
-        return {kind: (promised, self.measured_on_host[kind]) for kind, promised in self.promised_on_host.items()}
-
     def __str__(self) -> str:
         """A table: a line for each kind, and one for all of them."""
         columns = (self.promised, self.measured, self.replicated)
@@ -62,11 +65,8 @@ class MemoryReport:
             ("bytes of this rank", "promised", "measured", "if replicated"),
             *((kind, *(format_bytes(column[kind]) for column in columns)) for kind in self.promised),
             ("in all", *map(format_bytes, totals)),
-            *((f"{kind} on the host", *map(format_bytes, both), "") for kind, both in self._on_host.items()),
-            *(
-                (f"{kind} on the disk", format_bytes(promised), format_bytes(self.measured_on_disk[kind]), "")
-                for kind, promised in self.promised_on_disk.items()
-            ),
+            *_below("host", self.promised_on_host, self.measured_on_host),
+            *_below("disk", self.promised_on_disk, self.measured_on_disk),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -75,39 +75,73 @@ class MemoryReport:
         )
 
 
+def _below(tier: str, promised: dict[str, int], measured: dict[str, int]) -> Iterator[tuple[str, str, str, str]]:
+    """Lines for what lies on another tier; what is not promised before a rehearsal has no promise."""
+    for kind in {**promised, **measured}:
+        said = format_bytes(promised[kind]) if kind in promised else ""
+        yield f"{kind} on the {tier}", said, format_bytes(measured.get(kind, 0)), ""
+
+
 def memory_of(sharded: ShardedModel) -> MemoryReport:
     """Promise and measurement for this rank."""
     specs = tuple(unit.spec for unit in sharded.sharding.units)
     ddp = table_for(Plan(preset="ddp", precision=sharded.plan.precision), sharded.mesh)
     replicas = tuple(_with_table(spec, ddp.on(sharded.mesh)) for spec in specs)
     promised, replicated = _footprint(sharded, specs), _footprint(sharded, replicas)
-    on_host = promised.host.by_kind if promised.host is not None else {}
+    on_host = dict(promised.host.by_kind) if promised.host is not None else {}
+    on_disk = dict(promised.disk.by_kind) if promised.disk is not None else {}
     measured_on_host = _measured_on_host(sharded) if on_host else {}
-    on_disk = promised.disk.by_kind if promised.disk is not None else {}
     measured_on_disk = {kind: sharded.sharding.meter.on("disk").now[kind] for kind in on_disk}
+    treatments, rehearsed = sharded.sharding.treatments, sharded.rehearsed
+    if treatments.have("offload"):
+        measured_on_host[SAVED] = sharded.sharding.meter.on("host").peak[SAVED]
+    if treatments.have("offload") and rehearsed:
+        on_host[SAVED] = sum(one.host_bytes for one in rehearsed)
+    if treatments.have("disk"):
+        measured_on_host["staging"] = sharded.sharding.meter.on("host").peak["staging"]
+        measured_on_disk[SAVED] = sharded.sharding.meter.on("disk").peak[SAVED]
+        if rehearsed:
+            on_disk[SAVED] = sum(one.disk_bytes for one in rehearsed)
     measured = _measured(sharded)
     return MemoryReport(
         promised.by_kind, measured, replicated.by_kind, on_host, measured_on_host, on_disk, measured_on_disk
     )
 
 
-def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footprint:
+def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
     """What a step on `batch` will hold on this rank, activations included."""
+
+    @contextmanager
+    def around(twin: nn.Module) -> Iterator[None]:
+        with loaded(twin, expert_load), ExitStack() as stack:
+            if sharded.sequence is not None:
+                stack.enter_context(sharded.sequence.rehearsed(twin))
+            yield
+
     sharding, compute = sharded.sharding, sharded.table.compute
     specs = tuple(unit.spec for unit in sharding.units)
     if sharded.pipeline is None:
-        around = None if sharded.sequence is None else sharded.sequence.rehearsed
         activations = rehearse(
-            sharded.model, sharding.units, batch, device=sharding.device, compute=compute, loss=loss, around=around
+            sharded.model,
+            sharding.units,
+            batch,
+            device=sharding.device,
+            compute=compute,
+            loss=loss,
+            around=around,
+            treatments=sharding.treatments,
         )
+        sharded.rehearsed = (activations,)
         return _footprint(sharded, specs, activations)
     _refuse_waiting_gradients(sharded)
-    stages = StageRehearsal(sharded.pipeline.staged, sharding.units, batch, sharding.device, compute, loss)
-    return _footprint(sharded, specs, *stages.activations(sharded.pipeline.exchange))
+    staged = sharded.pipeline.staged
+    stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, sharding.treatments, around)
+    sharded.rehearsed = tuple(stages.activations(sharded.pipeline.exchange))
+    return _footprint(sharded, specs, *sharded.rehearsed)
 
 
 def _refuse_waiting_gradients(sharded: ShardedModel) -> None:
-    if sharded.pipeline is not None and sharded.pipeline.halves_backwards and sharded.table.grad.shard:
+    if sharded.pipeline is not None and sharded.pipeline.halved_params is not None and sharded.table.grad.shard:
         raise ConfigError(
             "Under the schedule zb-h1 with sharded gradients a stage's whole gradient waits for the second half of a "
             "backward, which no rehearsal counts yet. Rehearse with schedule 1f1b, or with zero1."
@@ -160,8 +194,9 @@ def describe(sharded: ShardedModel) -> str:
         *_said_transports(sharded),
         f"table, computing in {table.compute}, gradients travelling in {table.wire}",
         *(f"  {kind:6} {table.place(kind)}" for kind in KINDS),
+        *sharded.sharding.fitted.splitlines(),
         f"{len(units)} units",
-        *(f"  {unit.name:24} {_said_unit(unit.spec)}" for unit in units),
+        *(f"  {unit.name:24} {_said_unit(unit.spec, sharded.sharding.treatments)}" for unit in units),
         "bytes of this rank, as promised",
         *(f"  {kind:8} {format_bytes(num_bytes)}" for kind, num_bytes in memory.promised.items()),
         *(f"  {kind:8} {format_bytes(num_bytes)} on the host" for kind, num_bytes in memory.promised_on_host.items()),
@@ -199,12 +234,13 @@ def _said_transports(sharded: ShardedModel) -> list[str]:
     return [f"bytes travel {', '.join(said)}"]
 
 
-def _said_unit(unit: UnitSpec) -> str:
+def _said_unit(unit: UnitSpec, treatments: Treatments) -> str:
     frozen = sum(flat.numel for flat in unit.flats if not flat.trainable)
     numel = sum(flat.numel for flat in unit.flats)
     updated = ", updated on the host" if any(flat.updates_below for flat in unit.flats) else ""
     updated += ", states on the disk" if any(flat.updates_from_disk for flat in unit.flats) else ""
     updated += ", parameters on the disk" if any(flat.rests_on_disk for flat in unit.flats) else ""
+    updated += f", {treatments.said(unit.name)}" if treatments.said(unit.name) else ""
     return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "") + updated
 
 

@@ -7,7 +7,7 @@ a loop that knows nothing of engines. Another plan makes another `ShardedModel` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -16,6 +16,15 @@ import torch
 from torch import nn
 
 from shardwise.access import Access
+from shardwise.activations import (
+    ActivationMemory,
+    DiskStore,
+    HostStore,
+    Offloading,
+    PagedMemory,
+    Store,
+    TreatedSites,
+)
 from shardwise.comm import DataGroup, World
 from shardwise.config import Plan
 from shardwise.errors import StateError
@@ -24,7 +33,7 @@ from shardwise.mesh import SEQUENCE_AXIS
 from shardwise.optim import AdoptedOptimizer, Piece, RankPeers, hyper_digest
 from shardwise.pipeline import Pipeline, SharedGradients, has_pipeline
 from shardwise.precision import LossScaler, NoNews, Norm, Verdict, cast_floating
-from shardwise.program import Action
+from shardwise.program import Action, Activations
 from shardwise.runtime import NO_COPY, BufferSync, Executor, Runner, Settings
 from shardwise.sequence import SequenceParallel
 from shardwise.sharding import Sharding
@@ -90,12 +99,18 @@ class ShardedModel:
         self.pipeline: Pipeline | None = None
         self.shares_params = False
         """Whether this rank has parameters that other stages of its pipeline have too."""
+        self.rehearsed: tuple[Activations, ...] = ()
+        """What the latest rehearsal has counted, stage by stage."""
         self._num_micro_batches = 0
         self._hooks = ExitStack()
         self.disk = sharding.disk
         """What keeps the rows on a disk, if there are such."""
         self._parts: Parts | None = self._tied(sharding, optimizers)
         self.sequence = self._split_sequences(sharding.device)
+        around = self.sequence.recomputing if self.sequence is not None else nullcontext
+        treated = TreatedSites(sharding.treatments.by_site, self._stores(sharding), around)
+        treated.install()
+        self._hooks.callback(treated.remove)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise StateError(NO_COPY)
@@ -155,13 +170,28 @@ class ShardedModel:
         if sharding.staged is not None:
             self.pipeline = Pipeline(sharding.staged, world, self.mesh, sharding.device)
             self.pipeline.attach()
-            if self.pipeline.halves_backwards:
-                runner.let_inputs_decide()
+            units = sharding.staged.by_stage([(unit.spec, unit.params) for unit in sharding.units])
+            runner.foresee_schedule(self.pipeline.row, units, self.pipeline.halved_params)
             gradients.is_of_stage = True
             world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
             self._hooks.callback(self.pipeline.release)
         ledger, timeline = collectives.ledger, executor.timeline
         return Parts(sharding, flats, optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline)
+
+    def _stores(self, sharding: Sharding) -> dict[str, Offloading]:
+        """Where activations go that leave the device, by policy."""
+        if not sharding.treatments.have("offload", "disk"):
+            return {}
+        flats = [flat.full for unit in sharding.units for flat in unit.flats]
+        resting = [*flats, *(param for param in self.model.parameters() if not param.is_floating_point())]
+        own = self.world.rank_device
+        device = own if sharding.device.type == own.device.type else None
+        waits = device is not None and device.accelerator is not None
+        stores: dict[str, Store] = {"offload": HostStore(ActivationMemory(sharding.meter, device))}
+        if sharding.treatments.have("disk"):
+            assert sharding.disk is not None
+            stores["disk"] = DiskStore(sharding.disk, PagedMemory(sharding.meter, device), sharding.meter)
+        return {policy: Offloading(store, sharding.device, resting, waits=waits) for policy, store in stores.items()}
 
     def _shared_gradients(self, sharding: Sharding, flats: Sequence[Flat]) -> Callable[[], None] | None:
         """What adds up gradients of parameters that lie on several stages of a pipeline, if this rank has any."""

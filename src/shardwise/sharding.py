@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from shardwise.activations import Treatments, treatments_for
+from shardwise.budget import Fitted, Ranks, within_budget
 from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.cuts import Boxes, boxes_after, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
@@ -15,6 +19,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, check_routers, expert_split
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
+from shardwise.machine import Cgroups, host_memory
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.pipeline import AXIS as STAGES
@@ -27,7 +32,6 @@ from shardwise.storage import (
     DiskMemory,
     HostMemory,
     LabelledTable,
-    Ranks,
     Unit,
     UnitChoice,
     choose_units,
@@ -35,11 +39,11 @@ from shardwise.storage import (
     open_disk,
     share,
     unit_spec,
-    within_budget,
 )
 from shardwise.telemetry import ByteMeter
 from shardwise.tensor import AXIS, Split, Verifier
 
+_log = logging.getLogger("shardwise")
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
 
@@ -63,6 +67,10 @@ class Sharding:
     """Which rank along `ep` has which experts, if there are such ranks."""
     disk: DiskMemory | None = None
     """What keeps the rows on a disk, if there are such."""
+    treatments: Treatments = field(default_factory=Treatments)
+    """Units whose activations are recomputed, or kept elsewhere."""
+    fitted: str = ""
+    """What the plan's budget came to, and why, if it had one."""
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +94,7 @@ class Design:
     """How the model itself is to be cut."""
     experts: ExpertSplit | None = field(repr=False, default=None)
     stages: StageLayout | None = None
+    treatments: Treatments = field(default_factory=Treatments)
 
     def of_stages(self, staged: StagedModel) -> Design:
         """What is left of it on a rank that has some stages of the model."""
@@ -103,14 +112,16 @@ class Design:
                 name = f"{choice.name}+" if alone else choice.name
                 choices.append(replace(choice, name=name, params=shared, sites=sites))
         rows = {param: row for param, row in self.rows.items() if param in own}
-        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes))
+        treatments = self.treatments.within(staged.model)
+        return replace(self, choices=choices, rows=rows, boxes=staged.boxes(self.boxes), treatments=treatments)
 
     def open_disk(
         self, world: World, model: nn.Module, device: torch.device, updates: Updates, known: DiskMemory | None = None
     ) -> DiskMemory | None:
         """What is to keep the rows on a disk, if any rank has such; `known` is what keeps those of the plan before. All
         ranks call."""
-        if not any(row.table.optim.tier == "disk" for row in self.rows.values()):
+        has_rows = any("disk" in (row.table.optim.tier, row.table.param.tier) for row in self.rows.values())
+        if not has_rows and not self.treatments.have("disk"):
             return None
         choices = [replace(choice, boxes=self.boxes) for choice in self.choices]
         if self.stages is not None:
@@ -143,7 +154,7 @@ class Design:
             flat.keep_below(host, disk)
         shared_buffers = share(flats, collectives, self.mesh, world.rank)
         laid = Sharding(self.plan, self.mesh, self.table, updates, units, shared_buffers, meter, self.boxes)
-        return replace(laid, experts=self.experts, disk=disk)
+        return replace(laid, experts=self.experts, disk=disk, treatments=self.treatments)
 
 
 def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = None) -> Design:
@@ -168,7 +179,10 @@ def design(model: nn.Module, plan: Plan, world: World, known: Sharding | None = 
     stages = stage_layout(model, plan, mesh) if has_pipeline(mesh) else None
     check_routers(model, in_stages=stages is not None, is_compiled=plan.compile is not None)
     choices = choose_units(model, plan, parts)
-    return Design(plan, mesh, table_for(plan, mesh), choices, rows, boxes, split, experts, stages)
+    treatments = treatments_for(model, choices, plan)
+    if stages is not None:
+        treatments.check_stages(model, stages.pieces)
+    return Design(plan, mesh, table_for(plan, mesh), choices, rows, boxes, split, experts, stages, treatments)
 
 
 def settings_of(plan: Plan, world: World) -> dict[str, object]:
@@ -197,7 +211,8 @@ def lay(
     check_device(model, world)
     updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
-    plan = within_budget(model, plan, mesh, ranks_of(world), updates)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), updates)
+    plan = fitted.plan
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
@@ -205,6 +220,7 @@ def lay(
     require_units(model, designed, updates)
     require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
     disk = designed.open_disk(world, model, values.device, updates)
+    tell_fitted(fitted, world)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     staged = None
     if designed.stages is not None:
@@ -215,7 +231,8 @@ def lay(
         designed = designed.of_stages(staged)
         updates = {param: update for param, update in updates.items() if param in staged.params}
     try:
-        sharding = replace(designed.carry_out(world, values.device, updates, disk), staged=staged)
+        sharding = designed.carry_out(world, values.device, updates, disk)
+        sharding = replace(sharding, staged=staged, fitted=fitted.said)
         values.settle(sharding.units)
     except BaseException:
         if disk is not None:
@@ -241,9 +258,20 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
             )
 
 
-def ranks_of(world: World) -> Ranks:
-    """What a budget has to know of them."""
-    return Ranks(on_cpu=world.device.type == "cpu", num_local=min(world.size, world.local_size or world.size))
+def ranks_of(world: World, plan: Plan) -> Ranks:
+    """What the plan's budget has to know of them. All ranks call."""
+    host_bytes = None
+    if plan.budget.host is not None:
+        own = Cgroups().memory(host_memory()).total_bytes
+        host_bytes = min(map(json.loads, world.exchange(json.dumps(own).encode(), "host memory")))
+    num_local = min(world.size, world.local_size or world.size)
+    return Ranks(on_cpu=world.device.type == "cpu", num_local=num_local, host_bytes=host_bytes)
+
+
+def tell_fitted(fitted: Fitted, world: World) -> None:
+    """Say once what a budget came to."""
+    if fitted.said and world.rank == 0:
+        _log.warning("%s", fitted.said)
 
 
 def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ import torch
 from shardwise.errors import StateError
 from shardwise.micro_batches import LossFunction, MicroBatch, micro_batches
 from shardwise.pipeline import Aside, Pipeline, backward_of_weights
+from shardwise.program.schedule import Op
 from shardwise.sharded_model import ShardedModel
+from shardwise.storage import Unit
 
 Tensor = torch.Tensor
 
@@ -38,16 +41,12 @@ def _through_stages(
             "Gradients of a pipeline have been read or clipped, and can get no more now. Take the step, or call "
             "engine.zero_grad(), before the next forward_backward()."
         )
-    passes = sharded.runner.passes
-    before = passes.reduces
-    try:
-        mean = pipeline.train(parts, loss_fn, _StageTrainer(sharded, reduces=before), sharded.timeline)
-    finally:
-        passes.reduces = before
-        sharded.runner.begin_segment(())
+    runner = sharded.runner
+    with runner.over_schedule():
+        mean = pipeline.train(parts, loss_fn, _StageTrainer(sharded), sharded.timeline)
     if sharded.sequence is not None:
         sharded.sequence.check_was_asked(pipeline.line)
-    passes.owes_reductions = True  # what some pass has left is found before the step, so that no verdict is early
+    runner.passes.owes_reductions = True  # what an op has left is found before the step, so that no verdict is early
     sharded.note_step_complete()
     return mean
 
@@ -55,29 +54,36 @@ def _through_stages(
 class _StageTrainer:
     """What a pipeline asks of the model that it trains.
 
-    Where every rank keeps whole gradients anyway (`ddp`), those of all micro-batches are added up at home, and
-    reduced once, in the last backward of each stage; where they are kept in shards, after every backward.
+    While nothing is known of the order of units, gradients that ranks keep whole anyway (`ddp`) are added up at home,
+    and reduced once, in the last backward of each stage; those that are kept in shards, after every backward. The
+    program does the same unit by unit.
     """
 
-    def __init__(self, sharded: ShardedModel, *, reduces: bool) -> None:
+    def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
-        self._reduces = reduces
+        self._reduces = sharded.runner.passes.reduces
         self._reduces_each = bool(sharded.table.grad.shard)
 
-    def begin_segment(self, segment: Hashable, *, is_half: bool, is_last_of_stage: bool) -> None:
-        runner = self._sharded.runner
-        runner.begin_segment(segment)
-        runner.passes.reduces = self._reduces and not is_half and (self._reduces_each or is_last_of_stage)
+    def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
+        reduces = self._reduces and op.kind != "F" and (self._reduces_each or is_last_of_kind)
+        self._sharded.runner.passes.begin_op(op, reduces=reduces)
+
+    def first_half(self, micro_batch: int) -> AbstractContextManager[None]:
+        return self._sharded.runner.halves.first(micro_batch)
 
     def backward_of_weights(self, aside: Sequence[Aside]) -> None:
         runner = self._sharded.runner
         if self._sharded.progress.scaler is not None:
             runner.note_scaled()
-        runner.passes.begin()  # no unit opens in it
-        if aside:
-            backward_of_weights(aside)
-        else:  # there is no linear layer that is trained; the first half has done everything
-            runner.end_of_backward()
+        left: dict[str, list[Aside]] = {}
+        for one in aside:
+            left.setdefault(runner.halves.unit_of[one.layer.weight], []).append(one)
+
+        def compute(unit: Unit) -> None:
+            backward_of_weights(left.pop(unit.name, ()))
+
+        runner.backward_of_weights(compute)
+        assert not left, f"gradients of {', '.join(left)} were put aside and not brought"
 
     def backward(self, loss: Tensor) -> None:
         self._sharded.backward(loss)
@@ -99,7 +105,7 @@ def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFuncti
         if sharded.sequence is not None:
             sharded.sequence.note_micro_batches(batch, parts)
         if sharded.pipeline is not None:
-            return sharded.pipeline.evaluate(parts, loss_fn, sharded.runner.begin_segment)
+            return sharded.pipeline.evaluate(parts, loss_fn, sharded.runner.begin_evaluation_of)
         return _mean([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts])
 
 

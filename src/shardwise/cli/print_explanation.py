@@ -34,6 +34,12 @@ ON_HOST = {
     "param": MEANINGS["param"],
     "optim": MEANINGS["optim"],
     "buffers": "gradients, and what goes to and from the device",
+    "activations": "what forwards save for backwards",
+}
+ON_DISK = {
+    "param": MEANINGS["param"],
+    "optim": "one file for each flat buffer; read and written once in a step",
+    "activations": ON_HOST["activations"],
 }
 AT_THE_PEAK = {"grad": "gradients that wait for the step by then", "working": "gathered and travelling by then"}
 """What a kind means where all are taken at one moment."""
@@ -47,6 +53,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     if mesh.parted_axes:
         _section(console, "mesh", _mesh_grid(explained))
     _section(console, "plan", _plan_grid(explained))
+    if explained.subject.budget:
+        _section(console, "budget", Text(explained.subject.budget.removeprefix("budget: ")))
     _section(console, "table", _table_grid(explained.table), _below_rows(explained))
     for name, table in explained.rules.items():
         _section(console, f"table under the rule {name!r}", _table_grid(table), Text(f"computes in {table.compute}"))
@@ -61,11 +69,18 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
     besides = [Text(said, "dim") for said in (explained.attention, explained.dispatch) if said]
     _section(console, "sent per rank and step", Text(_sent(explained)), *besides)
+    if explained.tiers is not None:
+        said = [*explained.tiers.lines, *_hosts(explained.tiers.num_local)]
+        _section(console, "tiers per rank and step", Text("\n".join(said)))
     text = explained.program if full else shortened(explained.program)
     _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
     for line in text.splitlines():
         style = "dim" if line.lstrip().startswith("#") else "" if line[0] == " " else "cyan"
         console.print(Text(f"  {line}", style), soft_wrap=True)
+
+
+def _hosts(num_local: int) -> list[str]:
+    return ["All ranks are taken to be on one host."] if num_local > 1 else []
 
 
 def _pipeline_lines(schedule: Schedule, explained: Explanation) -> Iterator[str]:
@@ -145,12 +160,16 @@ def _says_nothing(path: str, value: object, plan: Plan) -> bool:
     """Whether a default need not be shown: what is left as it is, and what does not apply."""
     if path.startswith("loss_scale."):
         return plan.precision != "fp16"
+    if path.startswith("offload."):
+        return plan.offload.optim == 0
     if path.startswith("pipeline.") and "pp" not in (plan.mesh or {}):
         return True
     if path.startswith("sequence."):
         return SEQUENCE_AXIS not in (plan.mesh or {})
     if path.startswith("tensor."):
         return "tp" not in (plan.mesh or {}) or value is None or value == {}
+    if path.startswith("activations."):
+        return plan.activations.policy is None or (value is None and plan.activations.policy != "selective")
     return path in ("rules", "resident_below") or (value is None and path != "mesh")
 
 
@@ -183,7 +202,7 @@ def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
         count = format_count(STAND_IN_NUMEL)
         yield Text(f"No model was given: {NUM_STAND_INS} units of {count} parameters stand in. See --model.", "yellow")
         for unit in explained.subject.units:
-            if said_on_host(unit.flats) and explained.plan.offload.optim:
+            if said_on_host(unit.flats) and explained.plan.offload.optim > 0:
                 yield Text(f"{unit.name}: {said_on_host(unit.flats)}")
         return
     grid = _grid("", "parameters", "", right=["parameters"])
@@ -202,14 +221,15 @@ def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
 def _unit_rows(sizes: Iterable[UnitSize]) -> Iterator[tuple[str, str, str]]:
     """A row per unit; neighbours that differ in their number alone share one."""
     alike = itertools.groupby(
-        sizes, lambda size: (re.sub(r"\d+", "#", size.name), size.numel, size.frozen_numel, size.on_host)
+        sizes,
+        lambda size: (re.sub(r"\d+", "#", size.name), size.numel, size.frozen_numel, size.on_host, size.activations),
     )
-    for (_, numel, frozen, on_host), group in alike:
+    for (_, numel, frozen, on_host, activations), group in alike:
         names = [size.name for size in group]
         name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         notes = [f"each of {len(names)}"] if len(names) > 1 else []
         notes += [f"{format_count(frozen)} frozen"] if frozen else []
-        notes += [on_host] if on_host else []
+        notes += [said for said in (on_host, activations) if said]
         yield name, format_count(numel), ", ".join(notes)
 
 
@@ -226,8 +246,8 @@ def _bytes_grid(explained: Explanation) -> Grid:
     for kind, num_bytes in on_host.items():
         grid.add_row(Text(f"{kind} on the host", "cyan"), format_bytes(num_bytes), "", Text(ON_HOST[kind], "dim"))
     if explained.held.disk is not None:
-        said = Text("one file for each flat buffer; read and written once in a step", "dim")
-        grid.add_row(Text("optim on the disk", "cyan"), format_bytes(explained.held.disk.optim), "", said)
+        for kind, num_bytes in explained.held.disk.by_kind.items():
+            grid.add_row(Text(f"{kind} on the disk", "cyan"), format_bytes(num_bytes), "", Text(ON_DISK[kind], "dim"))
     return grid
 
 

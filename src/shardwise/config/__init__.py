@@ -3,11 +3,13 @@
 from shardwise.config.describe import plan_table, schema_table
 from shardwise.config.load import PlanSource, load_plan
 from shardwise.config.schema import (
+    Activations,
     Budget,
     LossScale,
     Offload,
     PlaceEdit,
     Plan,
+    PolicyName,
     Rows,
     Rule,
     StyleName,
@@ -17,12 +19,14 @@ from shardwise.config.schema import (
 )
 
 __all__ = [
+    "Activations",
     "Budget",
     "LossScale",
     "Offload",
     "PlaceEdit",
     "Plan",
     "PlanSource",
+    "PolicyName",
     "Rows",
     "Rule",
     "StyleName",

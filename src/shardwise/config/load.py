@@ -27,8 +27,10 @@ def load_plan(source: PlanSource, overrides: Sequence[str] = ()) -> Plan:
     value with its file and line.
     """
     values, origins = _read(source)
+    _spell_out(values, origins)
     for override in overrides:
         _apply(override, values, origins)
+        _spell_out(values, origins)
     try:
         plan = Plan.model_validate(values)
     except ValidationError as error:
@@ -69,6 +71,16 @@ def _copied(values: Mapping[Any, Any], where: str) -> dict[str, Any]:
             value = value.model_dump(exclude_unset=True)
         copy[key] = _copied(value, key) if isinstance(value, Mapping) else value
     return copy
+
+
+def _spell_out(values: dict[str, Any], origins: dict[KeyPath, str]) -> None:
+    """`activations: recompute` is `activations: {policy: recompute}`, in the plan and in its rules."""
+    rules = values.get("rules")
+    ruled = [(("rules", name), rule) for name, rule in rules.items()] if isinstance(rules, dict) else []
+    for path, section in (((), values), *ruled):
+        if isinstance(section, dict) and isinstance(section.get("activations"), str):
+            section["activations"] = {"policy": section["activations"]}
+            origins[(*path, "activations", "policy")] = origins[(*path, "activations")]
 
 
 def _apply(override: str, values: dict[str, Any], origins: dict[KeyPath, str]) -> None:

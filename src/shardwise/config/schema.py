@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from shardwise.config.words import unknown_at
 from shardwise.errors import ConfigError
@@ -19,6 +19,7 @@ from shardwise.units import parse_bytes
 DtypeName = Literal["fp64", "fp32", "bf16", "fp16"]
 TierName = Literal["device", "host", "disk"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+PolicyName = Literal["keep", "recompute", "selective", "offload", "disk"]
 
 
 def _bytes(value: object) -> object:
@@ -118,6 +119,25 @@ class Wire(Strict):
     grad: DtypeName | None = Field(default=None, description="dtype of gradients on the wire; default: precision")
 
 
+class Activations(Strict):
+    """What becomes of the tensors that a unit's forward saves for its backward. A policy's name alone will do."""
+
+    policy: PolicyName | None = Field(
+        default=None,
+        description="selective recomputes all but what `keep` names, offload: to the host; default: keep, all of them",
+    )
+    every: int = Field(default=1, ge=1, description="of the units only each so many, the first included; others keep")
+    keep: Names | None = Field(
+        default=None,
+        description="selective: operators whose results stay: matmul, attention, aten.mm; default: the first two",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: object) -> object:
+        return {"policy": value} if isinstance(value, str) else value
+
+
 class Rule(Strict):
     """Other rows for some of the parameters: those that fit everything the rule asks for."""
 
@@ -126,6 +146,12 @@ class Rule(Strict):
     max_numel: int | None = Field(default=None, ge=1, description="elements: larger parameters do not fit the rule")
     precision: DtypeName | None = Field(default=None, description="dtype in forward and backward; default: the plan's")
     rows: Rows = Field(default=Rows(), description="changes to the plan's table")
+    activations: Activations = Field(default=Activations(), description="of units all of whose parameters fit the rule")
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it is about tables, and not about activations alone."""
+        return self.activations.policy is None or self.precision is not None or self.rows != Rows()
 
 
 class Sequence(Strict):
@@ -138,21 +164,30 @@ class Sequence(Strict):
 
 
 class Offload(Strict):
-    """Which share of the model is kept on the host, by units: the last ones first, whose gradients come first."""
+    """Which share of the model is kept off the device, by units: the last ones first, whose gradients come first."""
 
     optim: float = Field(
         default=0.0, ge=0, le=1, description="share of the units whose states, gradients and update are on the host"
     )
+    optim_disk: float = Field(
+        default=0.0, ge=0, le=1, description="share whose states are on a disk instead; at most that of optim"
+    )
     param: float = Field(
         default=0.0, ge=0, le=1, description="share whose parameters rest on the host too; at most that of optim"
+    )
+    param_disk: float = Field(
+        default=0.0, ge=0, le=1, description="share whose parameters rest on the disk instead, beside their states"
     )
 
 
 class Budget(Strict):
-    """What memory there is; as little goes to the host as fits."""
+    """What memory there is; as little goes to the host as fits, and as little of that to a disk."""
 
     device: Bytes | None = Field(default=None, description="bytes on the device of each rank, activations aside")
     host: Bytes | None = Field(default=None, description="bytes of a host's memory, for all of its ranks together")
+    disk: str | None = Field(
+        default=None, description="folder on a local disk, of this job alone, for states that the host has no room for"
+    )
 
 
 class LossScale(Strict):
@@ -213,10 +248,13 @@ class Plan(Strict):
     resident_below: int = Field(
         default=0, ge=0, description="elements: smaller parameters stay whole on every rank between steps"
     )
-    offload: Offload = Field(default=Offload(), description="which share of the model is kept on the host")
+    offload: Offload = Field(default=Offload(), description="which share of the model is kept off the device")
     budget: Budget = Field(default=Budget(), description="what memory there is: sets offload to the least that fits")
     disk: str | None = Field(
         default=None, description="folder on a local disk, of this job alone, for rows on tier disk"
+    )
+    activations: Activations = Field(
+        default=Activations(), description="what becomes of what forwards save for backwards"
     )
     wire: Wire = Field(default=Wire(), description="what travels")
     loss_scale: LossScale = Field(default=LossScale(), description="for precision fp16 only")
@@ -265,9 +303,12 @@ class Plan(Strict):
 
     def with_offload(self, offload: Offload) -> Plan:
         """The same plan with what its budget comes to in the place of that."""
-        plan = self.model_copy(update={"offload": offload, "budget": Budget()})
+        uses_disk = offload.optim_disk > 0 or offload.param_disk > 0
+        disk = self.budget.disk if uses_disk and self.budget.disk is not None else self.disk
+        plan = self.model_copy(update={"offload": offload, "budget": Budget(), "disk": disk})
         kept = {path: origin for path, origin in self._origins.items() if not path.startswith("budget")}
-        plan._origins = {**kept, "offload.optim": "budget", "offload.param": "budget"}
+        chosen = [f"offload.{key}" for key in Offload.model_fields] + (["disk"] if uses_disk else [])
+        plan._origins = {**kept, **dict.fromkeys(chosen, "budget")}
         return plan
 
     def model_post_init(self, _context: object) -> None:

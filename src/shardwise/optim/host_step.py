@@ -38,7 +38,7 @@ def takes(member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> bool:
 
 def step(member: torch.optim.Optimizer, pieces: Sequence[Piece], adam: HostAdam) -> None:
     """Update those of `pieces` that have a gradient, with the settings of their groups."""
-    wanted = {piece.tensor: piece for piece in pieces if piece.tensor.grad is not None}
+    wanted: dict[Tensor, Piece] = {piece.tensor: piece for piece in pieces if piece.tensor.grad is not None}
     for group in member.param_groups:
         by_step: dict[int, list[AdamTensors]] = {}
         for param in (param for param in group["params"] if param in wanted):
@@ -52,19 +52,14 @@ def step(member: torch.optim.Optimizer, pieces: Sequence[Piece], adam: HostAdam)
 
 
 def _begin(state: dict[str, Any], piece: Piece, group: dict[str, Any]) -> None:
-    """States of zeros; of a row on a disk right where they will lie."""
-    rows, param = piece.flat.rows, piece.tensor
-
-    def zeros(key: str) -> Tensor:
-        if rows is None:
-            return torch.zeros_like(param)
-        return rows.place(piece.index, key, param.numel(), param.dtype).zero_()
-
+    """States that lie on a disk begin in the buffer from which they are written there."""
+    param, rows = piece.tensor, piece.flat.rows
     state["step"] = torch.tensor(0.0)
-    state["exp_avg"] = zeros("exp_avg")
-    state["exp_avg_sq"] = zeros("exp_avg_sq")
-    if group["amsgrad"]:
-        state["max_exp_avg_sq"] = zeros("max_exp_avg_sq")
+    for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+        if rows is None:
+            state[key] = torch.zeros_like(param)
+        else:
+            state[key] = rows.place(piece.index, key, param.numel(), param.dtype).zero_()
 
 
 def _tensors(param: Tensor, state: dict[str, Any]) -> AdamTensors:

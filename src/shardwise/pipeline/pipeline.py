@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from shardwise.comm import Line, World, link_between, require_same_batch
 from shardwise.mesh import Mesh
@@ -22,8 +23,6 @@ from shardwise.runtime import named_tensors, tensors_in
 from shardwise.telemetry import STAGES, Timeline
 
 Tensor = torch.Tensor
-Segment = tuple[tuple[str, int], ...]
-"""The ops of one pass (see `runtime/passes.py`), by kind and stage: what passes that do the same have in common."""
 
 
 class Trainer(Protocol):
@@ -33,9 +32,12 @@ class Trainer(Protocol):
         """Of a micro-batch's loss."""
         ...
 
-    def begin_segment(self, segment: Hashable, *, is_half: bool, is_last_of_stage: bool) -> None:
-        """What runs from here to the next backward is of this kind; whether that backward is a first half only, and
-        whether it is the stage's last."""
+    def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
+        """What runs from here on is `op`, which may be the last of its kind that its stage has."""
+        ...
+
+    def first_half(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Inside, a backward is a first half."""
         ...
 
     def backward_through(self, output: Tensor, gradient: Tensor) -> None:
@@ -111,9 +113,15 @@ class Pipeline:
         return Line(self._collectives, self._line)
 
     @property
-    def halves_backwards(self) -> bool:
-        """Whether the schedule has backwards in two halves; see [Note: two halves] in `weight_grads.py`."""
-        return self._weights is not None
+    def row(self) -> tuple[Op, ...]:
+        """What this rank does in a step, in order."""
+        return self._row
+
+    @property
+    def halved_params(self) -> set[nn.Parameter] | None:
+        """The parameters of which gradients come in the second half of a backward; `None` where the schedule has no
+        halves: see [Note: two halves] in `weight_grads.py`."""
+        return None if self._weights is None else self._weights.params
 
     def attach(self) -> None:
         """Take the model's forward over, and what else the schedule needs of it."""
@@ -133,9 +141,9 @@ class Pipeline:
         self._check_same_batch(parts)
         step = _Step(parts, [_kind_of(part) for part in parts], loss_fn, timeline)
         with self._cleared_on_error():
-            for index, (op, segment, is_last) in enumerate(_segments(self._row)):
-                if segment is not None:
-                    trainer.begin_segment(segment, is_half=segment[-1][0] == "I", is_last_of_stage=is_last)
+            last = {(op.kind, op.stage): index for index, op in enumerate(self._row)}
+            for index, op in enumerate(self._row):
+                trainer.begin_op(op, is_last_of_kind=index == last[op.kind, op.stage])
                 following = self._row[index + 1] if index + 1 < len(self._row) else None
                 if op.kind == "F":
                     self._forward(op, step, following)
@@ -148,17 +156,17 @@ class Pipeline:
             return self._finish(step)
 
     def evaluate(
-        self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_segment: Callable[[Hashable], None]
+        self, parts: Sequence[MicroBatch], loss_fn: LossFunction | None, begin_stage: Callable[[Hashable], None]
     ) -> Tensor:
         """The mean loss of all micro-batches, on every rank; forward only, in the order of the schedule."""
         step = _Step(parts, [_kind_of(part) for part in parts], loss_fn, Timeline())
         with torch.no_grad(), self._cleared_on_error():
             for op in self._row:
                 if op.kind == "F":
-                    begin_segment(("evaluation", op.stage))
+                    begin_stage(op.stage)
                     self._forward(op, step, None)
                     step.held.clear()
-            begin_segment(())
+            begin_stage(None)
             return self._finish(step)
 
     # -- one op -----------------------------------------------------------------------------------------
@@ -192,7 +200,7 @@ class Pipeline:
             with self._on_timeline(op, step, "wait "):
                 gradient = self._backward_from[stage].receive(layout, batch)
         self._look_ahead(following, step)
-        with self._on_timeline(op, step), self.staged.running(stage, held.arrived), self._halved(op, step):
+        with self._on_timeline(op, step), self.staged.running(stage, held.arrived), self._halved(op, step, trainer):
             if gradient is None:
                 trainer.backward(held.output)
             else:
@@ -206,12 +214,12 @@ class Pipeline:
         return step.timeline.during(STAGES, f"{what}{op.kind}{op.micro_batch}@{op.stage}")
 
     @contextmanager
-    def _halved(self, op: Op, step: _Step) -> Iterator[None]:
+    def _halved(self, op: Op, step: _Step, trainer: Trainer) -> Iterator[None]:
         """Inside, a backward is a first half if `op` is one."""
         if op.kind != "I" or self._weights is None:
             yield
             return
-        with self._weights.put_aside() as aside:
+        with trainer.first_half(op.micro_batch), self._weights.put_aside() as aside:
             yield
         step.aside[op.stage, op.micro_batch] = aside
 
@@ -263,21 +271,6 @@ class Pipeline:
     def _channels(self) -> Iterator[Channel]:
         for channels in (self._forward_to, self._forward_from, self._backward_to, self._backward_from):
             yield from channels.values()
-
-
-def _segments(row: Sequence[Op]) -> Iterator[tuple[Op, Segment | None, bool]]:
-    """Each op; with the first of a pass what the pass is made of, and whether it ends with a stage's last backward."""
-    last = {op.stage: index for index, op in enumerate(row) if op.kind in "BW"}
-    start = 0
-    for index, op in enumerate(row):
-        if index == start:
-            stop = next((at for at in range(index, len(row)) if row[at].kind != "F"), len(row) - 1)
-            segment = tuple((one.kind, one.stage) for one in row[index : stop + 1])
-            yield op, segment, stop in last.values()
-        else:
-            yield op, None, False
-        if op.kind != "F":
-            start = index + 1
 
 
 def _kind_of(part: MicroBatch) -> Hashable:

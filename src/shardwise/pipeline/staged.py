@@ -24,6 +24,7 @@ from shardwise.errors import ModelError, StateError
 from shardwise.pipeline.layout import StageLayout, refuse_sums_over_layers
 from shardwise.pipeline.whole import WholeNames, holders_of
 from shardwise.placement import Box
+from shardwise.program import UnitSpec
 from shardwise.runtime import EndOfForward, tensors_in
 
 Tensor = torch.Tensor
@@ -148,6 +149,14 @@ class StagedModel:
         """The modules of one of this rank's stages."""
         first, last = self._firsts[stage], self._lasts[stage]
         return [one.own for one in self._places[first : last + 1] if one.own is not None]
+
+    def by_stage(self, units: Sequence[tuple[UnitSpec, Sequence[nn.Parameter]]]) -> dict[int, list[UnitSpec]]:
+        """Which of `units`, with their parameters, each of this rank's stages uses."""
+        own = {stage: {param for one in self.modules_of(stage) for param in one.parameters()} for stage in self.stages}
+        return {
+            stage: [unit for unit, held in units if any(param in params for param in held)]
+            for stage, params in own.items()
+        }
 
     def is_first_with(self, name: str) -> bool:
         """Whether no lower place along the axis has this parameter or buffer."""

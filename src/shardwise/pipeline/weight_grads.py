@@ -35,6 +35,11 @@ class WeightGrads:
         self._layers = [one for one in inner if type(one) is nn.Linear and "forward" not in one.__dict__]
         self._aside: list[Aside] | None = None
 
+    @property
+    def params(self) -> set[nn.Parameter]:
+        """Those of which gradients are put aside."""
+        return {param for layer in self._layers if layer.weight.requires_grad for param in layer.parameters()}
+
     def attach(self) -> None:
         for layer in self._layers:
             layer.__dict__["forward"] = _Forward(self, layer)
@@ -62,6 +67,8 @@ class WeightGrads:
 
 def backward_of_weights(aside: Sequence[Aside]) -> None:
     """The second half. Empties nothing; drop the list."""
+    if not aside:
+        return
     make: Callable[..., Tensor] = _Weights.apply
     roots = [make(one.inputs, one.gradient, one.layer.weight, one.layer.bias) for one in aside]
     torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

@@ -176,8 +176,12 @@ def _said(place: Place) -> str:
 
 
 def ruled_tables(plan: Plan, mesh: Mesh) -> dict[str, Table]:
-    """The tables of the plan's rules, by the rules' names."""
-    return {name: table_for(plan, mesh, rule, what=f"Rule {name!r}: row") for name, rule in plan.rules.items()}
+    """The tables of the plan's rules, by the rules' names; of those that are about tables."""
+    return {
+        name: table_for(plan, mesh, rule, what=f"Rule {name!r}: row")
+        for name, rule in plan.rules.items()
+        if rule.has_rows
+    }
 
 
 def resident_table(plan: Plan, mesh: Mesh) -> Table:

@@ -30,7 +30,7 @@ from shardwise.program.build import (
     verdict_numel,
 )
 from shardwise.program.check import check, check_step
-from shardwise.program.effects import COMPUTES, EFFECTS, Buffer, Effect, Subject, Verb, adds_in_place
+from shardwise.program.effects import COMPUTES, EFFECTS, Buffer, Effect, Phase, Subject, Verb, adds_in_place
 from shardwise.program.footprint import (
     NUM_DISK_BUFFERS,
     NUM_KEPT_BLOCKS,
@@ -49,6 +49,13 @@ from shardwise.program.render import parse, render, shortened
 from shardwise.program.spec import FlatSpec, Trace, UnitSpec, straight_trace
 from shardwise.program.streams import overlap, pipelined, serial
 from shardwise.program.update import BLOCK, OPTIMIZERS, SMALL_NUMEL, PlacedUpdate, States, Update, state_of, update_by
+from shardwise.program.whole_schedule import (
+    PassTraces,
+    build_schedule,
+    is_over_schedule,
+    schedule_trace,
+    straight_passes,
+)
 
 __all__ = [
     "AFTER_STEP",
@@ -77,6 +84,8 @@ __all__ = [
     "Matrix",
     "MatrixExchange",
     "Moment",
+    "PassTraces",
+    "Phase",
     "PlacedUpdate",
     "Program",
     "States",
@@ -91,6 +100,7 @@ __all__ = [
     "backward_makes",
     "build_pass",
     "build_restore",
+    "build_schedule",
     "build_step",
     "check",
     "check_step",
@@ -99,6 +109,7 @@ __all__ = [
     "fills_grad",
     "footprint",
     "gather_due",
+    "is_over_schedule",
     "matrix_exchanges",
     "norms_axes",
     "norms_numel",
@@ -110,10 +121,12 @@ __all__ = [
     "reduce_due",
     "render",
     "resting_disk_bytes",
+    "schedule_trace",
     "serial",
     "shortened",
     "state_of",
     "step_gradients",
+    "straight_passes",
     "straight_trace",
     "update_by",
     "update_moment",

@@ -9,33 +9,52 @@ from typing import Literal, get_args
 
 from shardwise.errors import ProgramError
 from shardwise.placement import WIDTH, Dtype
-from shardwise.program.effects import EFFECTS, SENDING, Effect, Phase, Stream, Subject, Verb
+from shardwise.program.effects import COMPUTES, EFFECTS, SENDING, Effect, Phase, Stream, Subject, Verb
 
 Edge = Literal["before", "during", "after"]
 
 EDGES: frozenset[str] = frozenset(get_args(Edge))
+PHASES: frozenset[str] = frozenset(get_args(Phase))
 STREAMS: frozenset[str] = frozenset(get_args(Stream))
 COPYING: frozenset[str] = frozenset({"fetch", "evict"})
 ALL_FLATS = "*"
+_MICRO_BATCH = re.compile(r"(?<=\s)#(\d+)\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When something is due: `before forward h.0`. Without a unit: `after backward` as a whole, or a step."""
+    """When something is due: `before forward h.0`. Without a unit: `after backward` as a whole, or a step.
+
+    In the program of a pipeline's schedule with the number of the micro-batch: `before forward h.0 #3`.
+    """
 
     edge: Edge
     phase: Phase
     unit: str = ""
+    micro_batch: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.edge} {self.phase} {_name(self.unit)}" if self.unit else f"{self.edge} {self.phase}"
+        words = [self.edge, self.phase, *([_name(self.unit)] if self.unit else [])]
+        return " ".join(words if self.micro_batch is None else [*words, f"#{self.micro_batch}"])
 
     @classmethod
     def parse(cls, text: str) -> Moment:
-        match _words(text):
-            case [edge, ("forward" | "backward" | "step") as phase, *unit] if edge in EDGES and len(unit) < 2:
-                return cls(edge, phase, "".join(unit))  # type: ignore[arg-type]  # checked above
+        batch = _MICRO_BATCH.search(text)
+        match _words(text[: batch.start()] if batch else text):
+            case [edge, phase, *unit] if edge in EDGES and phase in PHASES and len(unit) < 2:
+                number = int(batch[1]) if batch else None
+                return cls(edge, phase, "".join(unit), number)  # type: ignore[arg-type]  # checked above
         raise ProgramError(f"{text!r} is not a moment; one reads like 'before forward h.0' or 'after step'.")
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether what is computed around it leaves a unit's gradients."""
+        return COMPUTES[self.phase].makes == "fresh"
+
+    @property
+    def needs_params(self) -> bool:
+        """Whether the unit has to be whole for that."""
+        return "full" in COMPUTES[self.phase].reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +67,18 @@ class UnitMoments:
     after_backward: Moment
 
     @classmethod
-    def of(cls, unit: str) -> UnitMoments:
+    def of(cls, unit: str, micro_batch: int | None = None, backward: Phase = "backward") -> UnitMoments:
+        """`backward` is the half that those of a backward are of, if they are of one."""
         return cls(
-            Moment("before", "forward", unit),
-            Moment("after", "forward", unit),
-            Moment("before", "backward", unit),
-            Moment("after", "backward", unit),
+            Moment("before", "forward", unit, micro_batch),
+            Moment("after", "forward", unit, micro_batch),
+            Moment("before", backward, unit, micro_batch),
+            Moment("after", backward, unit, micro_batch),
         )
 
 
 END_OF_BACKWARD = Moment("after", "backward")
+"""Of one micro-batch, and in the program of a schedule of the last; those before bear their numbers."""
 BEFORE_STEP = Moment("before", "step")
 DURING_STEP = Moment("during", "step")
 """When the optimizer asks for what it needs of whole parameters; most never do."""
@@ -140,7 +161,7 @@ def _is_action(words: list[str]) -> bool:
 
 def _name(name: str) -> str:
     """A unit's or an axis's name as one word: with blanks or quotes in it, as modules may have, it stands in quotes."""
-    is_word = name.isprintable() and not set(' "') & set(name) and name
+    is_word = name.isprintable() and not set(' "') & set(name) and name and name[0] != "#"
     return name if is_word else json.dumps(name)
 
 

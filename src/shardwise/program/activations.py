@@ -30,6 +30,9 @@ class Activations:
     process_bytes: int = 0
     on_cpu: bool = True
     """Whether they lie on the CPU, where gradients that are sent may do so from blocks that are kept."""
+    host_bytes: int = 0
+    """Of them, at most, what lies on the host meanwhile, where a plan says so; likewise on a disk. No mark has it."""
+    disk_bytes: int = 0
 
     @property
     def trace(self) -> Trace:

@@ -37,8 +37,8 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
     nothing else in between is not dropped at all.
     """
     by_name = {unit.name: unit for unit in units}
-    there = _There({flat.name for unit in units for flat in unit.flats if flat.resident})
-    needs = _Needs(trace, (unit.name for unit in units if not there.is_whole(unit)))
+    there = There({flat.name for unit in units for flat in unit.flats if flat.resident})
+    needs = Needs(trace, (unit.name for unit in units if not there.is_whole(unit)))
     blocks = []
     for index, moment in enumerate(trace):
         unit = by_name[moment.unit]
@@ -51,11 +51,11 @@ def build_pass(units: Sequence[UnitSpec], trace: Trace, *, training: bool = True
             needs.note_absent(index)
         blocks.append(Block(moment, due))
     if training:
-        blocks.append(Block(END_OF_BACKWARD, there.drop(action for unit in units for action in _free(unit))))
+        blocks.append(Block(END_OF_BACKWARD, there.drop_all(units)))
     return tuple(blocks)
 
 
-class _There:
+class There:
     """Which flat buffers are whole, and of which a range is held, as far as a pass has been built."""
 
     def __init__(self, whole: set[str]) -> None:
@@ -80,6 +80,10 @@ class _There:
         self._whole -= {action.flat for action in done if action.verb == "free"}
         self._held |= {action.flat for action in done if action.verb == "slice"}
         return done
+
+    def drop_all(self, units: Iterable[UnitSpec]) -> Actions:
+        """What frees all that is whole."""
+        return self.drop(action for unit in units for action in free_due(unit))
 
 
 def build_step(units: Sequence[UnitSpec], *, buffers_bytes: int = 0) -> Program:
@@ -132,8 +136,10 @@ def build_restore(units: Sequence[UnitSpec]) -> Actions:
 
 
 def gather_due(unit: UnitSpec, moment: Moment, *, training: bool = True) -> Actions:
-    """What makes `unit` whole before it computes."""
-    in_backward = training and moment.phase == "backward"
+    """What makes `unit` whole before it computes; nothing for gradients of weights, which need none."""
+    if not moment.needs_params:
+        return ()
+    in_backward = training and moment.phase != "forward"
     return tuple(
         action for flat in unit.flats for action in gathers(flat, from_held=in_backward and _has_held_buffer(flat))
     )
@@ -153,11 +159,17 @@ def slices_to_hold(flat: FlatSpec) -> Actions:
 
 def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: bool = True) -> Actions:
     """What is due once `unit` has computed: its parameters go, and its gradients come in."""
-    if moment.phase == "backward":
-        reductions = [action for flat in unit.flats if flat.trainable for action in reduce_due(flat)]
-        return (*_free(unit), *(reductions if reduces else ()))
+    if moment.phase != "forward":
+        reduces = reduces and moment.leaves_gradients
+        reductions = [action for flat in unit.flats if flat.trainable and reduces for action in reduce_due(flat)]
+        return (*(free_due(unit) if moment.needs_params else ()), *reductions)
     if not training:
-        return _free(unit)
+        return free_due(unit)
+    return drop_to_held(unit)
+
+
+def drop_to_held(unit: UnitSpec) -> Actions:
+    """What leaves of a unit what is to be held of it until it is needed again."""
     due: list[Action] = []
     for flat in unit.flats:
         if flat.resident or flat.table.held == flat.table.full:
@@ -166,6 +178,12 @@ def drop_due(unit: UnitSpec, moment: Moment, *, training: bool = True, reduces: 
             due += slices_to_hold(flat)
         due.append(Action("free", flat.name, "full"))
     return tuple(due)
+
+
+def reduces_each_time(flat: FlatSpec) -> bool:
+    """Whether gradients of each micro-batch of a pipeline are reduced by themselves: where they wait in shards. Others
+    wait whole, and are reduced once for all."""
+    return bool(flat.table.grad.shard)
 
 
 def reduce_due(flat: FlatSpec) -> Actions:
@@ -216,12 +234,12 @@ def _has_held_buffer(flat: FlatSpec) -> bool:
     return flat.table.held not in (flat.table.param, flat.table.full)
 
 
-def _free(unit: UnitSpec) -> Actions:
+def free_due(unit: UnitSpec) -> Actions:
     return tuple(Action("free", flat.name, "full") for flat in unit.flats if not flat.resident)
 
 
-class _Needs:
-    """When units are needed next, and which of those that are not whole is needed first.
+class Needs:
+    """When units are needed whole next, and which of those that are not is needed first.
 
     A unit becomes whole at its own moment alone, so what was noted of an absent one holds until that.
     """
@@ -233,7 +251,7 @@ class _Needs:
         for index in range(len(trace) - 1, -1, -1):
             moment = trace[index]
             self._next[index] = needed.get(moment.unit)
-            if moment.edge == "before":
+            if moment.edge == "before" and moment.needs_params:
                 needed[moment.unit] = index
         self._absent = [needed[name] for name in absent if name in needed]
         """When those that are not whole are needed, those behind us included."""
@@ -244,6 +262,10 @@ class _Needs:
         needed = self._next[index]
         if needed is not None:
             heappush(self._absent, needed)
+
+    def is_over(self, index: int) -> bool:
+        """Whether the unit of the moment at `index` is not needed whole after it."""
+        return self._next[index] is None
 
     def is_next(self, index: int) -> bool:
         """Whether the unit of the moment at `index` is the next that has to be whole; those that are do not count."""

@@ -18,6 +18,7 @@ from shardwise.program.build import (
     build_step,
     gathers,
     reduce_due,
+    reduces_each_time,
     slices_to_hold,
     step_gradients,
     step_parameters,
@@ -44,8 +45,8 @@ def _said(buffer: Buffer) -> str:
 
 
 def check(program: Program, units: Sequence[UnitSpec], *, reduces: bool = True) -> None:
-    """Raise `ProgramError`, naming block and action, if `program`, a pass, could not run on `units`, or if it could
-    compute something else when what runs beside the computation comes early or late.
+    """Raise `ProgramError`, naming block and action, if `program`, a pass or a schedule, could not run on `units`, or
+    if it could compute something else when what runs beside the computation comes early or late.
 
     With `reduces` every gradient that a backward leaves must be reduced.
     """
@@ -202,7 +203,7 @@ class _FlatState:
         for buffer in effect.reads:
             if not self._contents[buffer].is_whole:
                 return f"its {_said(buffer)} is {self._contents[buffer].in_words}"
-        if moment.phase == "backward" and self.flat.trainable:
+        if moment.leaves_gradients and self.flat.trainable:
             left = backward_makes(self.flat)
             why = self._contents[left].why_not_writable()
             if why:
@@ -212,9 +213,11 @@ class _FlatState:
 
     def end_computing(self, moment: Moment, *, reduces: bool) -> None:
         self._is_computing = False
-        if moment.phase == "backward" and moment.unit and self.flat.trainable:
+        if moment.leaves_gradients and moment.unit and self.flat.trainable:
             left = backward_makes(self.flat)
             self._contents[left].is_there = True
+            if moment.micro_batch is not None and not reduces_each_time(self.flat):
+                self._owed.clear()  # those of another micro-batch are added to, and reduced with it
             if reduces and left == "fresh":
                 self._owed.append(reduce_due(self.flat))
 

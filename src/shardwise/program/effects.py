@@ -21,7 +21,8 @@ from shardwise.placement import MoveVerb
 OwnVerb = Literal["free", "wait", "agree", "broadcast", "update", "collect", "orthogonalize", "hand_back"]
 Verb = MoveVerb | OwnVerb
 Stream = Literal["compute", "gather", "reduce", "fetch", "evict"]
-Phase = Literal["forward", "backward", "step"]
+Phase = Literal["forward", "backward", "backward_input", "backward_weights", "step"]
+"""What is computed. `backward_input` and `backward_weights` are the halves of a backward, where a schedule has them."""
 Subject = Literal[
     "full",
     "range",
@@ -181,6 +182,8 @@ EFFECTS: dict[tuple[Verb, Subject], Effect] = {
 COMPUTES: dict[Phase, Effect] = {
     "forward": Effect(reads=("full",)),
     "backward": Effect("fresh", reads=("full",)),
+    "backward_input": Effect(reads=("full",)),
+    "backward_weights": Effect("fresh"),
     "step": Effect(reads=("due",), changes=("master",)),
 }
 """What is computed between the moments `before` and `after` of a phase: by a unit, or in the step by the optimizer."""

@@ -8,7 +8,7 @@ Activations are the model's own: they are counted where a rehearsal says what th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.errors import ProgramError
 from shardwise.placement import WIDTH, Span, Tier
@@ -35,10 +35,13 @@ class HostFootprint:
     param: int
     optim: int
     buffers: int
+    activations: int = 0
+    """What forwards save for backwards, where a rehearsal has counted it and the plan has it there."""
 
     @property
     def by_kind(self) -> dict[str, int]:
-        return {"param": self.param, "optim": self.optim, "buffers": self.buffers}
+        kinds = {"param": self.param, "optim": self.optim, "buffers": self.buffers}
+        return {**kinds, "activations": self.activations} if self.activations else kinds
 
     @property
     def total(self) -> int:
@@ -53,17 +56,21 @@ NUM_READ_BUFFERS = 3
 
 @dataclass(frozen=True)
 class DiskFootprint:
-    """Bytes of one rank on a disk: files for states, master weights and parameters, one for each flat buffer.
+    """Bytes of one rank on a disk: files for states, master weights and parameters, one for each flat buffer, and for
+    activations, where a rehearsal has counted them.
+
 
     `param` is what rests there and is no master weight, and 0 where parameters rest elsewhere.
     """
 
     param: int
     optim: int
+    activations: int = 0
 
     @property
     def by_kind(self) -> dict[str, int]:
-        return {**({"param": self.param} if self.param else {}), "optim": self.optim}
+        kinds = {"param": self.param, "optim": self.optim, "activations": self.activations}
+        return {kind: num_bytes for kind, num_bytes in kinds.items() if num_bytes or kind == "optim"}
 
     @property
     def total(self) -> int:
@@ -139,7 +146,13 @@ def footprint(
         clock.walk(block)
     disk = _on_disk(flats, states_per_param, coordinate)
     buffers = clock.pooled + _disk_buffers(flats, states_per_param, coordinate)
+    rehearsed = [one for _, one in passes if one is not None]
+    saved_there, saved_on_disk = sum(one.host_bytes for one in rehearsed), sum(one.disk_bytes for one in rehearsed)
+    if saved_on_disk:
+        disk = replace(disk or DiskFootprint(0, 0), activations=saved_on_disk)
     host = _on_host(flats, buffers, states_per_param, coordinate)
+    if saved_there:
+        host = replace(host or HostFootprint(0, 0, 0), activations=saved_there)
     grad_buffers = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_grad_buffer)
     if activations is None:
         return Footprint(param, grad, optim, max(0, grad_buffers + clock.peak - grad), host=host, disk=disk)

@@ -14,16 +14,26 @@ from shardwise.program.matrix_exchange import MatrixExchange, matrix_exchanges
 from shardwise.program.prefetch import prefetch
 from shardwise.program.spec import Trace, UnitSpec
 from shardwise.program.streams import overlap, pipelined_step
+from shardwise.program.whole_schedule import build_schedule, is_over_schedule
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """One training step: `micro_batch` as often as gradients are accumulated, then `step`."""
+    """One training step: `micro_batch` as often as gradients are accumulated, then `step`.
+
+    Under a pipeline `micro_batch` is the program of its whole schedule on one rank, which runs once: where a method
+    takes `num_micro_batches`, it makes no difference then.
+    """
 
     units: Sequence[UnitSpec]
     micro_batch: Program
     step: Program
     matrix_exchanges: Mapping[str, MatrixExchange] = field(default_factory=dict)
+    is_over_schedule: bool = False
+
+    def _times(self, num_micro_batches: int) -> int:
+        """How often `micro_batch` runs in a step."""
+        return 1 if self.is_over_schedule else num_micro_batches
 
     def sent_bytes(self, num_micro_batches: int = 1, coordinate: Mapping[str, int] | None = None) -> int:
         """What the rank at `coordinate` of the mesh puts on the wire in one optimizer step.
@@ -32,12 +42,12 @@ class StepProgram:
         """
         per_batch = sum(self._sent(action, None) for block in self.micro_batch for action in block.actions)
         per_step = sum(self._sent(action, coordinate) for block in self.step for action in block.actions)
-        return num_micro_batches * per_batch + per_step
+        return self._times(num_micro_batches) * per_batch + per_step
 
     def sent_by_axis(self, num_micro_batches: int = 1) -> dict[str, int]:
         """The same, the most of any rank, by the mesh axis along which it goes."""
         sent: dict[str, int] = {}
-        for program, times in ((self.micro_batch, num_micro_batches), (self.step, 1)):
+        for program, times in ((self.micro_batch, self._times(num_micro_batches)), (self.step, 1)):
             for action in (action for block in program for action in block.actions if self._sent(action, None)):
                 sent[action.over] = sent.get(action.over, 0) + times * action.sent_bytes
         return sent
@@ -57,7 +67,7 @@ class StepProgram:
             self.micro_batch,
             self.step,
             states_per_param=states_per_param,
-            num_micro_batches=num_micro_batches,
+            num_micro_batches=self._times(num_micro_batches),
             coordinate=coordinate,
             activations=activations,
             stages=stages,
@@ -66,7 +76,7 @@ class StepProgram:
     def copied_bytes(self, num_micro_batches: int = 1) -> dict[str, int]:
         """What goes between this rank's device and tiers below it in one optimizer step: by `fetch` and `evict`."""
         copied: dict[str, int] = {}
-        for program, times in ((self.micro_batch, num_micro_batches), (self.step, 1)):
+        for program, times in ((self.micro_batch, self._times(num_micro_batches)), (self.step, 1)):
             for action in (action for block in program for action in block.actions if action.copies):
                 copied[action.verb] = copied.get(action.verb, 0) + times * action.sent_bytes
         return copied
@@ -90,7 +100,8 @@ def plan_step(
     reduces: bool = True,
     buffers_bytes: int = 0,
 ) -> StepProgram:
-    """Build, prefetch, overlap and check the program of one step.
+    """Build, prefetch, overlap and check the program of one step: of a micro-batch, or of a pipeline's schedule if that
+    is what the trace is of.
 
     `prefetch_bytes` is how much may lie gathered ahead of its use; `None` means the largest unit, so
     that the next one is always on its way. `training` and `reduces` are those of `build_pass`, `buffers_bytes` that of
@@ -99,9 +110,14 @@ def plan_step(
     full_bytes = {flat.name: flat.full_bytes for unit in units for flat in unit.flats}
     largest = max((sum(flat.full_bytes for flat in unit.flats) for unit in units), default=0)
     budget = largest if prefetch_bytes is None else prefetch_bytes
-    micro_batch = overlap(prefetch(build_pass(units, trace, training=training, reduces=reduces), full_bytes, budget))
+    over_schedule = is_over_schedule(trace)
+    if over_schedule:
+        built = build_schedule(units, trace, reduces=reduces)
+    else:
+        built = build_pass(units, trace, training=training, reduces=reduces)
+    micro_batch = overlap(prefetch(built, full_bytes, budget))
     check(micro_batch, units, reduces=reduces)
     step = pipelined_step(build_step(units, buffers_bytes=buffers_bytes))
     check_step(step, units, buffers_bytes=buffers_bytes)
     flats = [flat for unit in units for flat in unit.flats]
-    return StepProgram(units, micro_batch, step, matrix_exchanges(flats))
+    return StepProgram(units, micro_batch, step, matrix_exchanges(flats), over_schedule)

@@ -166,9 +166,11 @@ class _Chain:
 
 
 def _overlap_reductions(program: Program) -> Program:
-    """Start a reduction where its gradients are complete, go on with it where the next one starts.
+    """Start a reduction where its gradients are complete, go on with it where the next one starts, or where something
+    else has been computed meanwhile: the forward of another micro-batch.
 
-    A unit whose backward opens again, as in reentrant checkpointing, has its earlier reduction ended first.
+    A unit whose backward opens again, as in reentrant checkpointing and in the next micro-batch, has its earlier
+    reduction ended first.
     """
     pending: dict[str, _Chain] = {}
     blocks = []
@@ -176,9 +178,10 @@ def _overlap_reductions(program: Program) -> Program:
         chains = _chains(block.actions)
         actions = [action for action in block.actions if action.subject != "grad"]
         if block.moment.edge == "before":
-            for flat in [flat for flat in pending if block.moment.unit in _possible_units(flat)]:
+            opens = block.moment.unit if block.moment.leaves_gradients else None
+            for flat in [flat for flat in pending if opens in _possible_units(flat)]:
                 actions += _drained(pending.pop(flat))
-        elif chains or block.moment == END_OF_BACKWARD:
+        elif chains or block.moment == END_OF_BACKWARD or not block.moment.leaves_gradients:
             for flat, chain in list(pending.items()):
                 if flat in chains or block.moment == END_OF_BACKWARD:
                     actions += _drained(pending.pop(flat))

@@ -69,7 +69,7 @@ class Walk:
         for action in block.actions:
             if action.flat in self._flats:
                 self._act(self._flats[action.flat], action)
-        if (moment.edge, moment.phase) == ("before", "backward"):
+        if moment.edge == "before" and moment.unit and moment.leaves_gradients:
             for flat in self._by_unit[moment.unit]:
                 self._leave_gradients(flat)
         if moment == AFTER_STEP:

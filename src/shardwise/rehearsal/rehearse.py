@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.activations import Offloading, RehearsedStore, TreatedSites, Treatments
 from shardwise.errors import ConfigError, ModelError
 from shardwise.placement import Dtype
 from shardwise.precision import cast_floating
@@ -26,6 +27,7 @@ from shardwise.rehearsal.integers import Integers, like
 from shardwise.rehearsal.living import DEVICE_BLOCK_BYTES, LivingBytes
 from shardwise.rehearsal.refusal import refusal
 from shardwise.rehearsal.twin import Twin, TwinFlat
+from shardwise.runtime.halves import Halves
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.reach import Callers, Reach
 from shardwise.storage import FullState, Unit, torch_dtype
@@ -63,6 +65,7 @@ def rehearse(
     compute: Dtype,
     loss: Loss | None = None,
     around: Around | None = None,
+    treatments: Treatments | None = None,
 ) -> Activations:
     """The activations of one forward and backward of `model` on `batch`; neither is changed, no other rank is asked.
 
@@ -70,19 +73,20 @@ def rehearse(
     shapes and dtypes count, and its integers. What is sent back is `loss(output)`; without `loss` the output itself if
     it is a tensor, or its `loss`, or else the sum of its floating-point tensors. As in `loss = model(...)`, the rest of
     the output is dropped before the backward. `units` are those of the model, whose parameters may be on the meta
-    device. `around` is entered with the twin of the model while that computes.
+    device. `around` is entered with the twin of the model while that computes. `treatments` say which units'
+    activations are recomputed, or kept elsewhere.
 
     Raises `ModelError` for a model that asks for values of floating-point tensors, or that fails on the batch, and
     `ConfigError` for a `batch` of another kind.
     """
 
     def prepare(twin: Twin) -> Work:
-        return partial(_back_and_forth, twin.model, loss or loss_in, around or _nothing_around)
+        return partial(_back_and_forth, twin.model, loss or loss_in, around or nothing_around)
 
-    return rehearse_work(prepare, model, units, batch, device=device, compute=compute)
+    return rehearse_work(prepare, model, units, batch, device=device, compute=compute, treatments=treatments)
 
 
-def _nothing_around(_: nn.Module) -> AbstractContextManager[None]:
+def nothing_around(_: nn.Module) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -104,6 +108,7 @@ def rehearse_work(
     *,
     device: torch.device,
     compute: Dtype,
+    treatments: Treatments | None = None,
 ) -> Activations:
     """As `rehearse`, for a forward and backward that run otherwise: the work that `prepare` makes for the twin of
     `model`, once hooks are hung. It may be done several times."""
@@ -113,9 +118,17 @@ def rehearse_work(
         twin = Twin(model, units, device)
         stage = _Stage(twin, device)
         work = prepare(twin)
+        elsewhere = {policy: RehearsedStore() for policy in ("offload", "disk")}
+        if treatments:
+            waits, resting = device.type != "cpu", twin.resting
+            keepers = {policy: Offloading(store, device, resting, waits=waits) for policy, store in elsewhere.items()}
+            by_site = {twin.copied(site): treatment for site, treatment in treatments.by_site.items()}
+            TreatedSites(by_site, keepers).install()
         given = {id(leaf): like(leaf, device) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         fake = tree_map_only(torch.Tensor, lambda tensor: given[id(tensor)], (args, kwargs))
         for _ in range(MAX_PASSES):
+            for store in elsewhere.values():
+                store.peak_bytes = store.num_bytes
             try:
                 stage.perform(work, fake, compute)
             except ModelError:
@@ -125,7 +138,9 @@ def rehearse_work(
             if not stage.is_wiser:
                 break
     on_cpu = device.type == "cpu"
-    return Activations(tuple(stage.marks), PROCESS_BYTES + products.kernel_bytes if on_cpu else 0, on_cpu)
+    process_bytes = PROCESS_BYTES + products.kernel_bytes if on_cpu else 0
+    on_host, on_disk = elsewhere["offload"].peak_bytes, elsewhere["disk"].peak_bytes
+    return Activations(tuple(stage.marks), process_bytes, on_cpu, on_host, on_disk)
 
 
 def loss_in(output: Any) -> torch.Tensor:
@@ -164,7 +179,7 @@ class _Stage:
         self._twin = twin
         self._resting = twin.resting
         self._granule_bytes = 1 if device.type == "cpu" else DEVICE_BLOCK_BYTES
-        self._hooks = Hooks(twin.model, twin.units, self)
+        self._hooks = Hooks(twin.model, twin.units, self, Halves())
         self.marks: list[Mark] = []
         self.is_wiser = False
         self._open: set[str] = set()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.activations import Treatments
 from shardwise.errors import ModelError
 from shardwise.pipeline import Layout, StagedModel, most_under_way
 from shardwise.placement import Dtype
@@ -22,7 +23,7 @@ from shardwise.program import Activations
 from shardwise.program.in_flight import held_beside
 from shardwise.program.schedule import Schedule
 from shardwise.rehearsal.living import LivingBytes
-from shardwise.rehearsal.rehearse import Loss, Take, Work, loss_in, rehearse_work
+from shardwise.rehearsal.rehearse import Around, Loss, Take, Work, loss_in, nothing_around, rehearse_work
 from shardwise.rehearsal.twin import Twin
 from shardwise.storage import Unit
 
@@ -43,6 +44,9 @@ class StageRehearsal:
     device: torch.device
     compute: Dtype
     loss: Loss | None = None
+    treatments: Treatments | None = None
+    around: Around = nothing_around
+    """Entered with the twin of a stage while that computes."""
     _counted: dict[int, Activations] = field(default_factory=dict)
     _found: dict[int, _Held] = field(default_factory=dict)
 
@@ -79,7 +83,13 @@ class StageRehearsal:
 
         held = self._found[stage] = _Held()
         self._counted[stage] = rehearse_work(
-            prepare, self.staged.model, self.units, self.batch, device=self.device, compute=self.compute
+            prepare,
+            self.staged.model,
+            self.units,
+            self.batch,
+            device=self.device,
+            compute=self.compute,
+            treatments=self.treatments,
         )
         return held.handed_over
 
@@ -91,11 +101,21 @@ class StageRehearsal:
             {stage: held.after_forward for stage, held in self._found.items()},
             {stage: held.aside for stage, held in self._found.items()},
         )
+        below = [self._beside(lambda one: one.host_bytes), self._beside(lambda one: one.disk_bytes)]
         together, sent = [], sum(held.messages for held in self._found.values())
         for stage, activations in self._counted.items():
             backwards = max(beside.get(("B", stage), 0), beside.get(("I", stage), 0), beside.get(("W", stage), 0))
             together.append(activations.beside(beside["F", stage] + sent, backwards + sent))
-        return together
+        on_host, on_disk = below
+        return [replace(one, host_bytes=on_host, disk_bytes=on_disk) for one in together[:1]] + [
+            replace(one, host_bytes=0, disk_bytes=0) for one in together[1:]
+        ]
+
+    def _beside(self, there: Callable[[Activations], int]) -> int:
+        """Of what forwards of all stages have below the device, the most at once."""
+        held = {stage: there(one) for stage, one in self._counted.items()}
+        beside = held_beside(self.staged.layout.schedule, self.staged.place, held, held)
+        return max((held[stage] + others for (_, stage), others in beside.items()), default=0)
 
     def _told(self, exchange: Exchange, stage: int, handed_over: Layout | None, error: ModelError | None) -> Layout:
         """What `stage` hands over, from the rank that has it."""
@@ -158,6 +178,19 @@ def _through_stage(
     living: LivingBytes,
 ) -> None:
     """One forward and backward of a twin's stage, as a pipeline does them."""
+    with rehearsal.around(staged.model):
+        _forward_and_backward(staged, stage, arrived, rehearsal, held, take, living)
+
+
+def _forward_and_backward(
+    staged: StagedModel,
+    stage: int,
+    arrived: Layout | None,
+    rehearsal: StageRehearsal,
+    held: _Held,
+    take: Take,
+    living: LivingBytes,
+) -> None:
     held.begin()
     args, kwargs = take()
     before = living.live_bytes

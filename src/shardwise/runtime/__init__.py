@@ -2,7 +2,7 @@
 
 from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffers import BufferSync
-from shardwise.runtime.compiled import check_backend
+from shardwise.runtime.compiled import WrappedForward, check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward
 from shardwise.runtime.mover import Mover
@@ -19,6 +19,7 @@ __all__ = [
     "Mover",
     "Runner",
     "Settings",
+    "WrappedForward",
     "changed_inside",
     "check_backend",
     "in_backward",

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from shardwise.program import END_OF_BACKWARD, Moment
+from shardwise.program import Moment
 from shardwise.runtime.executor import BoundBlock
 from shardwise.runtime.gathering import Gathering
+from shardwise.runtime.halves import Halves
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.passes import Passes
 from shardwise.storage import Unit
@@ -23,11 +24,17 @@ class Closings:
     """Closes the backwards of units, in the pass that is under way."""
 
     def __init__(
-        self, passes: Passes, gathering: Gathering, hooks: Hooks, exchange: Callable[[bytes], list[bytes]]
+        self,
+        passes: Passes,
+        gathering: Gathering,
+        hooks: Hooks,
+        halves: Halves,
+        exchange: Callable[[bytes], list[bytes]],
     ) -> None:
         self._passes = passes
         self._gathering = gathering
         self._hooks = hooks
+        self._halves = halves
         self._exchange = exchange
         self._units = gathering.units
         self._by_name = {unit.name: unit for unit in self._units}
@@ -54,7 +61,7 @@ class Closings:
         script = self._passes.current.script
         if not script.expects(moment):
             self._gathering.finish_reductions()
-            self._close_agreed(and_left=moment == END_OF_BACKWARD)
+            self._close_agreed(and_left=moment == self._passes.current.end_of_backward)
         return script.take(moment)
 
     def agree(self, through: Iterable[str], left: Iterable[str]) -> dict[str, bool]:
@@ -74,10 +81,13 @@ class Closings:
 
     def _close_as_planned(self, name: str) -> None:
         unit = self._by_name[name]
-        block = self._passes.current.script.take(unit.moments.after_backward)
+        current = self._passes.current
+        block = current.script.take(current.moments(unit).after_backward)
         is_through = self._end(unit)
         if block is not None:
             block.run(frees=is_through)
+            if not is_through:
+                self._gathering.owe_frees(unit, block)
 
     def _close_agreed(self, *, and_left: bool) -> None:
         """Close, in one order, the units that are through on any rank. All ranks call.
@@ -86,19 +96,28 @@ class Closings:
         will not have one next time either, so that then the end of their backward is looked for elsewhere.
         """
         current = self._passes.current
-        left = [unit.name for unit in self._units if and_left and current.reduces and unit.has_fresh()]
+        left = [unit.name for unit in self._units if and_left and self._is_left(unit)]
         for name, is_left in self.agree(current.through, left).items():
             unit = self._by_name[name]
             self._end(unit)
             if is_left and name not in self._known_left:
                 self._known_left.add(name)
                 current.is_wiser = True
-            moment = unit.moments.after_backward
+            moment = current.moments(unit).after_backward
             self._gathering.run(current.script.take(moment), moment, unit, current)
+
+    def _is_left(self, unit: Unit) -> bool:
+        """Whether nothing has told that it is through, though it has gradients here, or some that wait."""
+        current = self._passes.current
+        if self._halves.is_first_of(unit):
+            return unit.name in current.open
+        is_of_this = current.op is None or any(flat.grads.have_come for flat in unit.flats)
+        return current.reduces and unit.has_fresh() and is_of_this
 
     def _end(self, unit: Unit) -> bool:
         """Whether the unit to be closed is through here too; if not it may still be needed, and stays whole."""
         current = self._passes.current
+        self._halves.note_closed(unit)
         current.open.discard(unit.name)
         if current.through.pop(unit.name, None) is not None:
             unit.rest()

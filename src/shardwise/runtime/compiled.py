@@ -12,6 +12,7 @@ as there are blocks, and a warning says how they would share one.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import warnings
@@ -47,6 +48,20 @@ def check_backend(backend: str | None, *, stays_whole: bool = True) -> None:
         )
 
 
+class WrappedForward:
+    """What stands in the place of a module's `forward`, is called instead, and calls it. Copies of the module have the
+    forward alone."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self.forward, memo)
+
+
 class CompiledUnits:
     """The compiled forwards of all units that are modules below the root. `remove` puts the originals back."""
 
@@ -59,6 +74,7 @@ class CompiledUnits:
             for site in sites
             if site not in inside and any(True for _ in site.children()) and "forward" not in site.__dict__
         ]
+        self._originals: dict[nn.Module, Callable[..., Any]] = {}
         self._are_installed = False
 
     def install(self) -> None:
@@ -70,15 +86,23 @@ class CompiledUnits:
         looked_at = set()
         for site in self._sites:
             code = _code_of(site)
-            site.forward = _compiled(site.forward, self._backend, num_alike[code])
+            wrapper = site.__dict__.get("forward")
+            holder = wrapper if isinstance(wrapper, WrappedForward) else site
+            self._originals[site] = holder.forward
+            holder.forward = _compiled(holder.forward, self._backend, num_alike[code])
             if num_alike[code] > 1 and code not in looked_at:
                 looked_at.add(code)
-                site.forward = _looks_for_cache(site, site.forward, num_alike[code])
+                holder.forward = _looks_for_cache(site, holder, holder.forward, num_alike[code])
 
     def remove(self) -> None:
         if self._are_installed:
-            for site in self._sites:
-                site.__dict__.pop("forward", None)
+            for site, original in self._originals.items():
+                wrapper = site.__dict__.get("forward")
+                if isinstance(wrapper, WrappedForward):
+                    wrapper.forward = original
+                else:
+                    site.__dict__.pop("forward", None)
+            self._originals.clear()
         self._are_installed = False
 
 
@@ -100,11 +124,13 @@ def _compiled(forward: Callable[..., Any], backend: str, num_alike: int) -> Call
     return within  # type: ignore[no-any-return]  # likewise
 
 
-def _looks_for_cache(site: nn.Module, compiled: Callable[..., Any], num_alike: int) -> Callable[..., Any]:
+def _looks_for_cache(
+    site: nn.Module, holder: nn.Module | WrappedForward, compiled: Callable[..., Any], num_alike: int
+) -> Callable[..., Any]:
     """`compiled`, which it puts in its own place at the first call, after a look at the arguments."""
 
     def first_call(*args: Any, **kwargs: Any) -> Any:
-        site.forward = compiled
+        holder.forward = compiled
         for value in (*args, *kwargs.values()):
             if any((base.__name__, base.__module__) == _CACHE for base in type(value).__mro__):
                 warnings.warn(

@@ -25,11 +25,13 @@ class BoundBlock:
 
     def __init__(self, block: Block, calls: Sequence[Call], journal: Journal, timeline: Timeline) -> None:
         self.moment = block.moment
-        ends_backward = (block.moment.edge, block.moment.phase) == ("after", "backward")
+        ends_backward = block.moment.edge == "after" and block.moment.phase in ("backward", "backward_input")
         self.closes = block.moment.unit if ends_backward else ""
         """The unit whose backward ends at this moment, if one does."""
         self._journal = journal
         self._steps = tuple(zip(block.actions, calls, strict=True))
+        self.frees = frozenset(action.flat for action in block.actions if action.verb == "free")
+        """The flat buffers that are freed at it."""
         self._keeping = tuple(step for step in self._steps if step[0].verb != "free")
         self._timeline = timeline
 
@@ -38,15 +40,15 @@ class BoundBlock:
 
         Without `frees` what is whole stays so.
         """
-        journal, is_timed = self._journal, self._timeline.is_on
+        journal = self._journal
         journal.moment = self.moment
+        steps = self._steps if frees else self._keeping
+        if self._timeline.is_on:
+            steps = tuple((action, partial(self._timed, action, call)) for action, call in steps)
         try:
-            for action, call in self._steps if frees else self._keeping:
+            for action, call in steps:
                 journal.action = action
-                if is_timed:
-                    self._timed(action, call)
-                else:
-                    call()
+                call()
         finally:
             journal.action = None
 

@@ -45,6 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError, StateError
 from shardwise.runtime.compiled import OuterCompile
+from shardwise.runtime.halves import Halves
 from shardwise.runtime.nested import tensors_in
 from shardwise.storage import Flat, Unit
 
@@ -141,7 +142,8 @@ class Hooks:
     garbage collection. A graph may outlive both: sent back then, it raises `StateError`.
     """
 
-    def __init__(self, root: nn.Module, units: list[Unit], listener: Listener) -> None:
+    def __init__(self, root: nn.Module, units: list[Unit], listener: Listener, halves: Halves) -> None:
+        self._halves = halves
         self._alive = weakref.ref(listener)
         self._listener: Listener = weakref.proxy(listener)
         self._units = units
@@ -322,7 +324,7 @@ class Hooks:
         self._open_backward(unit)
 
     def _watch_params(self, unit: Unit, flat: Flat) -> None:
-        grads, use = flat.grads, self._uses[unit.name]
+        grads, use, halves = flat.grads, self._uses[unit.name], self._halves
         for index, param in enumerate(flat.params):
 
             def arrived(param: Tensor, index: int = index) -> None:
@@ -332,20 +334,14 @@ class Hooks:
                     grad, param.grad = param.grad, None
                 if grad is None:
                     return
-                if grad.requires_grad:
-                    raise ModelError(
-                        f"backward(create_graph=True) would leave a gradient of {flat.slots[index].name} that is part "
-                        f"of a graph, but gradients are summed over ranks outside of it. Use torch.autograd.grad(..., "
-                        f"create_graph=True) for what is differentiated again, and a plain backward() for the rest."
-                    )
-                if grad.is_sparse:
-                    raise ModelError(
-                        f"The gradient of {flat.slots[index].name} is sparse; build the embedding with sparse=False."
-                    )
+                if grad.requires_grad or grad.is_sparse:
+                    raise _cannot_sum(grad, flat.slots[index].name)
                 if not self._awaits_end:
                     self._await_end()
-                grads.arrive(index, grad, is_last=not use.is_open_around(_graph_task_id()))
-                if grads.complete():
+                if halves.units and halves.keep(unit, flat, index, grad):
+                    return
+                is_last = use.backward is None or use.backward >= _graph_task_id()  # [Note: a backward inside]
+                if grads.arrive(index, grad, is_last=is_last):
                     self._close_backward(unit)
 
             handle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
@@ -358,18 +354,21 @@ class Hooks:
 
     def _close_backward(self, unit: Unit) -> None:
         use = self._uses[unit.name]
-        trained = [flat.grads for flat in unit.flats if flat.spec.trainable]
+        trained = unit.trained_grads
         if not trained and not use.sent_back:
             return  # it is through already: a forward that was recomputed has the inputs of the one that it repeats
+        if any(call.num_left > 0 for call in use.sent_back):
+            return
         have_all = all(grads.complete() for grads in trained)
-        waits = any(call.num_left > 0 for call in use.sent_back)
-        is_told = bool(use.sent_back) and all(call.num_inputs for call in use.sent_back)
-        inputs_decide = is_told and unit.name in self._inputs_decide
-        if not waits and (have_all or inputs_decide) and not use.is_open_around(_graph_task_id()):
+        if (have_all or self._do_inputs_decide(unit, use)) and not use.is_open_around(_graph_task_id()):
             use.close()
             for flat in unit.flats:
                 flat.grads.expect_all()
             self._listener.after_backward(unit)
+
+    def _do_inputs_decide(self, unit: Unit, use: _Use) -> bool:
+        is_told = bool(use.sent_back) and all(call.num_inputs for call in use.sent_back)
+        return is_told and unit.name in self._inputs_decide
 
     def _await_end(self) -> None:
         self._awaits_end = True
@@ -395,6 +394,16 @@ class Hooks:
             use.call = None
             use.recomputed.clear()
             use.close()
+
+
+def _cannot_sum(grad: Tensor, name: str) -> ModelError:
+    if grad.requires_grad:
+        return ModelError(
+            f"backward(create_graph=True) would leave a gradient of {name} that is part of a graph, but gradients are "
+            f"summed over ranks outside of it. Use torch.autograd.grad(..., create_graph=True) for what is "
+            f"differentiated again, and a plain backward() for the rest."
+        )
+    return ModelError(f"The gradient of {name} is sparse; build the embedding with sparse=False.")
 
 
 def _taken_at_rest(param: Tensor) -> Tensor | None:

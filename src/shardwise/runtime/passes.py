@@ -6,10 +6,9 @@ executed action by action, waiting for each communication, and recorded. From th
 made from the record is followed, with gathers running ahead. A pass that does not do what was recorded goes
 on without look-ahead, still right, and is recorded anew.
 
-[Note: segments] Under a pipeline a pass is what its schedule has between the end of one backward and that of the next:
-some forwards, then one backward, of this or that stage. Passes that are made alike follow one program, and those that
-are made differently have programs of their own; whoever runs the schedule says which kind begins (`segment`). What
-stays whole between a forward and its backward lasts as long as the pass: the backward of a later one gathers again.
+[Note: a schedule is a pass] Under a pipeline the micro-batches of a step are one pass, and follow one program (see
+[Note: over the schedule] in `program/whole_schedule.py`); whoever runs the schedule says which op begins (`begin_op`).
+A step that does not do what was recorded goes on op by op: at the end of each backward everything is back at rest.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from shardwise.comm import Journal
+from shardwise.program import END_OF_BACKWARD, Moment, Phase, UnitMoments
+from shardwise.program.schedule import Op
 from shardwise.runtime.script import Script
 from shardwise.storage import Unit
 
@@ -28,6 +29,10 @@ class Pass:
         self.script = script
         self.reduces = reduces
         """Whether its gradients are reduced; not inside `no_sync`."""
+        self.op: Op | None = None
+        """Of a schedule what runs now."""
+        self.halved: frozenset[str] = frozenset()
+        """Units of which some gradients come in the second half of a backward, where backwards have two."""
         self.is_running = False
         self.is_scaled = False
         """Whether its backward is of a scaled loss."""
@@ -41,6 +46,29 @@ class Pass:
         """Units that stay whole after their forward."""
         self.lasting: set[str] = set()
         """Units that stay whole until the pass ends, because not all of their uses have been seen."""
+
+    def moments(self, unit: Unit) -> UnitMoments:
+        """Those of `unit` in what runs now."""
+        if self.op is None:
+            return unit.moments
+        phase: Phase = "backward"
+        if self.op.kind == "W":
+            phase = "backward_weights"
+        elif self.op.kind == "I" and unit.name in self.halved:
+            phase = "backward_input"
+        return unit.moments_of(self.op.micro_batch, phase)
+
+    @property
+    def end_of_backward(self) -> Moment:
+        """When the backward that runs is through."""
+        return END_OF_BACKWARD if self.op is None else Moment("after", "backward", "", self.op.micro_batch)
+
+    def end_backward(self) -> None:
+        """Of a schedule: the backward of one micro-batch is through."""
+        self.is_scaled = False
+        self.open.clear()
+        self.through.clear()
+        self.lasting.clear()
 
     def keep(self, unit: Unit) -> None:
         """`unit` is used in ways that nobody has foreseen: it stays whole until the pass ends."""
@@ -65,10 +93,9 @@ class Passes:
         """How many backwards had ended when one was cut short last; -1 if none has been since `forgive`."""
         self.num_unscaled = 0
         """Backwards since `forgive` that were not of a loss that was said to be scaled."""
-        self.segment: Hashable = ()
-        """Which kind of pass the next one is; see [Note: segments]."""
         self._journal = journal
-        self._scripts: dict[tuple[Hashable, bool], Script] = {}
+        self._scripts: dict[tuple[str, bool], Script] = {}
+        """By what they are of, and whether gradients are reduced."""
         self.current = Pass(self._script(reduces=True), reduces=True)
 
     def begin(self) -> None:
@@ -80,16 +107,32 @@ class Passes:
         self.owes_reductions |= not self.reduces
         self.current.script.begin()
 
+    def begin_schedule(self, halved: frozenset[str]) -> None:
+        """The ops from here to `abandon` are one pass. `halved` is that of `Pass`."""
+        script = self._scripts.setdefault(("schedule", self.reduces), Script(self._journal))
+        self.current = Pass(script, reduces=self.reduces)
+        self.current.halved = halved
+        self.current.is_running = True
+        script.begin()
+
+    def begin_op(self, op: Op, *, reduces: bool) -> None:
+        """What runs from here on is `op`, and reduces gradients or not."""
+        self.current.op, self.current.reduces = op, reduces
+        self.current.script.begin_op(op)
+
     def end(self) -> None:
-        """Its backward is through."""
+        """A backward is through, and with it the pass, unless there are more of them in it."""
         self._journal.num_backwards += 1
         self.num_backwards += 1
         self.num_unscaled += not self.current.is_scaled
-        self.abandon()
+        if self.current.op is None:
+            self.abandon()
+        else:
+            self.current.end_backward()
 
     def abandon(self) -> None:
         """What was under way is no more."""
-        self.current = Pass(self.current.script, reduces=self.current.reduces)
+        self.current = Pass(self._script(reduces=self.reduces), reduces=self.reduces)
 
     def note_cut_short(self) -> None:
         """A backward raised, and all gradients are gone."""
@@ -117,7 +160,7 @@ class Passes:
         self.current.script = self._script(reduces=reduces)
 
     def _script(self, *, reduces: bool) -> Script:
-        return self._scripts.setdefault((self.segment, reduces), Script(self._journal))
+        return self._scripts.setdefault(("pass", reduces), Script(self._journal))
 
 
 class Evaluation:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardwise.program import (
     AFTER_STEP,
+    END_OF_BACKWARD,
     Block,
     Moment,
     StepProgram,
@@ -14,8 +15,11 @@ from shardwise.program import (
     build_restore,
     pipelined,
     plan_step,
+    schedule_trace,
+    straight_passes,
     straight_trace,
 )
+from shardwise.program.schedule import Op
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.script import LONGEST_TRACE, Script
 
@@ -48,14 +52,20 @@ class Programs:
 
     @property
     def trace(self) -> Trace:
-        """The order in which units are used in one micro-batch."""
-        return tuple(block.moment for block in self.program.micro_batch if block.moment.unit)
+        """The order in which units are used in one micro-batch, or over a pipeline's schedule."""
+        return tuple(block.moment for block in self.program.micro_batch if block.moment != END_OF_BACKWARD)
+
+    def foresee_schedule(self, row: Sequence[Op], stages: Mapping[int, Sequence[UnitSpec]]) -> None:
+        """Steps will go over `row` of a pipeline's schedule; `stages` are the units of each stage of this rank."""
+        self.program = self._planned(schedule_trace(row, straight_passes(row, stages)))
+        self.step = self._bound_step()
 
     def learn_training(self, script: Script, *, reduces: bool) -> bool:
         """Make the program of the pass that `script` has recorded. False, and nothing done, if it is too long."""
-        if len(script.trace) >= LONGEST_TRACE:
+        if script.is_too_long:
             return False
-        trace = script.recorded()
+        row = script.recorded_row()
+        trace = schedule_trace(row, script.recorded_passes()) if row else script.recorded()
         if reduces:
             self.program = self._planned(trace)
             micro_batch = self.program.micro_batch

@@ -8,7 +8,7 @@ Here is what each event sets going, in the order in which it happens.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,11 +17,13 @@ from torch import nn
 
 from shardwise.comm import SharedBuffers, World
 from shardwise.errors import StateError
-from shardwise.program import END_OF_BACKWARD
+from shardwise.program import END_OF_BACKWARD, UnitMoments, UnitSpec
+from shardwise.program.schedule import Op
 from shardwise.runtime.closings import Closings
 from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.gathering import Gathering
+from shardwise.runtime.halves import Halves
 from shardwise.runtime.hooks import Hooks, in_backward
 from shardwise.runtime.inference import Inference
 from shardwise.runtime.passes import Evaluation, Pass, Passes
@@ -64,8 +66,9 @@ class Runner:
         self._is_training_root: bool | None = None
         """Whether the model was called with gradients enabled, while it computes; `None` between its calls."""
         self._inference: Inference | None = None
-        self._hooks = Hooks(model, self.units, self)
-        self._closings = Closings(self.passes, self.gathering, self._hooks, exchange)
+        self.halves = Halves()
+        self._hooks = Hooks(model, self.units, self, self.halves)
+        self._closings = Closings(self.passes, self.gathering, self._hooks, self.halves, exchange)
         self._watching = Watching(model, self.gathering, self._hooks, self.passes)
         self.step = Step(executor, self.programs, self.passes, self.gathering, self._closings, shared_buffers)
         backend = settings.compile_backend
@@ -126,7 +129,7 @@ class Runner:
         training = self._is_training()
         if training:
             self.passes.begin()
-        moment = unit.moments.before_forward
+        moment = self._moments(unit, training=training).before_forward
         block = self._script(training=training).take(moment)
         self.gathering.run(block, moment, unit, self.passes.current, training=training)
         self.gathering.open(unit)
@@ -143,7 +146,7 @@ class Runner:
         if opaque:  # no output could be watched, so its backward cannot be foreseen: it stays whole
             current.kept.add(unit.name)
         training = self._is_training()
-        moment = unit.moments.after_forward
+        moment = self._moments(unit, training=training).after_forward
         block = self._script(training=training).take(moment)
         if not (training and unit.name in current.kept):
             self.gathering.run(block, moment, unit, current, training=training)
@@ -154,6 +157,9 @@ class Runner:
     def _is_training(self) -> bool:
         """Whether forwards belong to a training pass: as the root was called, whatever is recomputed inside it."""
         return torch.is_grad_enabled() if self._is_training_root is None else self._is_training_root
+
+    def _moments(self, unit: Unit, *, training: bool) -> UnitMoments:
+        return self.passes.current.moments(unit) if training else unit.moments
 
     def _script(self, *, training: bool) -> Script:
         return self.passes.current.script if training else self._evaluation.script
@@ -167,7 +173,7 @@ class Runner:
             return
         self.passes.begin()
         current.open.add(unit.name)
-        moment = unit.moments.before_backward
+        moment = current.moments(unit).before_backward
         block = self._closings.arrive_at(moment)
         self.gathering.run(block, moment, unit, current)
         self.gathering.open(unit)
@@ -175,27 +181,43 @@ class Runner:
             self._timeline.begin(UNITS, f"backward {unit.name}")
 
     def after_backward(self, unit: Unit) -> None:
+        if self.halves.are_second:
+            return
         if self._timeline.is_on:
             self._timeline.end(UNITS, f"backward {unit.name}")
         self._closings.note_through(unit)
 
     def end_of_backward(self) -> None:
-        """Everything back to rest: reductions done, gathered buffers freed; and learn from what was recorded."""
-        block = self._closings.arrive_at(END_OF_BACKWARD)
+        """Everything back to rest, or in the middle of a schedule what the program does not count on; and learn from
+        what was recorded."""
+        current = self.passes.current
+        if self.halves.are_second:
+            return
+        block = self._closings.arrive_at(current.end_of_backward)
         for unit in self.units if self._timeline.is_on else ():  # those with parameters that got no gradient
             self._timeline.end(UNITS, f"backward {unit.name}")
         if block is not None:
             block.run()
-        self.gathering.finish_reductions()
-        self.gathering.free_all()
-        self._learn(self.passes.current)
+        if current.op is not None and current.script.is_followed:
+            self.gathering.free_owed()
+        else:
+            self._come_to_rest()
+        if current.op is not None:
+            self.gathering.expect_gradients()
+        if current.op is None:
+            self._learn(current, reduces=current.reduces)
         self.passes.end()
 
-    def _learn(self, ended: Pass) -> None:
+    def _come_to_rest(self) -> None:
+        """Reductions done, gathered buffers freed."""
+        self.gathering.finish_reductions()
+        self.gathering.free_all()
+
+    def _learn(self, ended: Pass, *, reduces: bool) -> None:
         """Follow from now on what was done in a pass that followed nothing, if it showed all there is."""
         if ended.script.is_finished() or ended.is_wiser:
             return
-        if self.programs.learn_training(ended.script, reduces=ended.reduces):
+        if self.programs.learn_training(ended.script, reduces=reduces):
             self._watching.note_seen(training=True)
 
     def await_graph(self, unit: Unit) -> None:
@@ -213,15 +235,62 @@ class Runner:
         """The backward that is running is of a scaled loss."""
         self.passes.current.is_scaled = True
 
-    def begin_segment(self, segment: Hashable) -> None:
-        """The passes from here on, or evaluations, are of this kind: see [Note: segments] in `passes.py`."""
-        self.passes.segment = self._evaluation.segment = segment
+    # -- several micro-batches as one pass --------------------------------------------------------------
 
-    def let_inputs_decide(self) -> None:
-        """Some gradients of a unit come in another backward than that through it: it is through, and need not be whole
-        any more, when those of its inputs have gone out."""
-        for unit in self.units:
-            self._hooks.watch_inputs(unit)
+    def foresee_schedule(
+        self, row: Sequence[Op], stages: Mapping[int, Sequence[UnitSpec]], halved: set[nn.Parameter] | None
+    ) -> None:
+        """Steps will go over `row` of a pipeline's schedule. `stages` are the units of each stage of this rank;
+        `halved` the parameters whose gradients come in the second half of a backward, if backwards have halves: then a
+        unit is through with the first, and need not be whole any more, when the gradients of its inputs have gone out.
+        """
+        self.programs.foresee_schedule(row, stages)
+        if halved is not None:
+            self.halves.foresee(self.units, halved)
+            for unit in self.units:
+                self._hooks.watch_inputs(unit)
+
+    def begin_evaluation_of(self, stage: Hashable) -> None:
+        """Evaluations from here on are of this stage of a pipeline, which has a program of its own."""
+        self._evaluation.segment = stage
+
+    @contextmanager
+    def over_schedule(self) -> Iterator[None]:
+        """Inside, the ops of a pipeline's schedule run, and `passes.begin_op` says which: see [Note: a schedule is a
+        pass] in `passes.py`."""
+        self.recover_if_cut_short()
+        self.passes.begin_schedule(self.halves.units)
+        try:
+            yield
+        except BaseException:
+            if self._hooks.is_cut_short:
+                self.recover_if_cut_short()
+            else:
+                self._recover()
+            raise
+        current = self.passes.current
+        block = self._closings.arrive_at(END_OF_BACKWARD)
+        if block is not None:
+            block.run()
+        self._come_to_rest()
+        self._learn(current, reduces=self.passes.reduces)
+        self.passes.abandon()
+
+    def backward_of_weights(self, compute: Callable[[Unit], None]) -> None:
+        """The second half of a backward: unit by unit, in the order in which the first half went through them.
+        `compute` does the backward that brings those gradients of a unit's weights that have been put aside."""
+        current = self.passes.current
+        assert current.op is not None
+        for unit, arrived in self.halves.take(current.op.micro_batch):
+            before, after = current.moments(unit).before_backward, current.moments(unit).after_backward
+            self.gathering.run(self._closings.arrive_at(before), before, unit, current)
+            with self._timeline.during(UNITS, f"weights {unit.name}"), self.halves.second():
+                arrived()
+                compute(unit)
+            for flat in unit.flats:
+                flat.grads.expect_all()
+            self.gathering.run(current.script.take(after), after, unit, current)
+        self.end_of_backward()
 
     # -- when something raised --------------------------------------------------------------------------
 
@@ -238,6 +307,7 @@ class Runner:
     def _recover(self) -> None:
         """A forward or backward raised: nothing is under way any more, and nothing is whole."""
         self._hooks.forget()
+        self.halves.forget()
         self._watching.look_away()
         self.gathering.abandon()
         self.passes.abandon()

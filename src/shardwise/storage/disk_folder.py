@@ -48,6 +48,8 @@ def open_disk(
         if disk is not None and disk is not known:
             disk.close()
         raise TierError(failed[0])
+    assert disk is not None
+    disk.folder.tidy_after_others()
     return disk
 
 

@@ -1,12 +1,14 @@
 """Parameters, masters and states on a disk: one file for each flat buffer, of which a step has a few in memory at a
 time.
 
-[Note: rows on a disk] Between steps tensors on the tier `disk` are views of their file, mapped into memory: whoever
-reads or writes one (access, checkpoints, a change of plan) does so through the kernel's page cache, which keeps what
-there is room for. A step goes another way: a file is read as a whole, past the page cache, into one of a few buffers,
-in which the optimizer finds its tensors; it is written back from there while the next one, which was read meanwhile, is
-updated. A kernel keeps the two ways coherent: what was written to mapped pages is on the disk before a direct read, and
-a direct write lets mapped pages go. Nobody uses the mapping of a file while it is in a buffer.
+[Note: rows on a disk] Between steps tensors on the tier `disk` say by their address where in its file each of them
+lies, and whoever wants to read or write one (access, checkpoints, a change of plan) gives it to `DiskRows.read` and
+`write`, which go past the page cache, piece by piece: a process holds no more of a file than it asks for, and an error
+of the disk is raised as any other. In a step a file is read as a whole into one of a few buffers, in which the
+optimizer finds its tensors; it is written back from there while the next one, which was read meanwhile, is updated.
+
+The addresses are those of the file, mapped into memory, where whoever reads them all the same finds what is there:
+kernels keep mapped pages coherent with what goes past them. Nobody uses them while the file is in a buffer.
 
 Parameters that rest on a disk lie at the beginning of the file, on pages of their own. A pass reads those alone, also
 past the page cache (`disk_reads.py`); an update has them beside their states, and writes all of it back.
@@ -17,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -31,6 +33,8 @@ from shardwise.telemetry import ByteMeter
 from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder
 
 Tensor = torch.Tensor
+PIECE_BYTES = 2**23
+"""Most that is read or written at once between steps."""
 
 
 class DiskRows:
@@ -47,6 +51,33 @@ class DiskRows:
         self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
         self.buffer: Tensor | None = None
         """That has all of it, from `DiskMemory.fetch` to `evict`."""
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether `tensor` stands for what lies in the file."""
+        return 0 <= tensor.data_ptr() - self._mapped.data_ptr() < self.file.num_bytes and tensor.numel() > 0
+
+    def read(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """What lies where `tensor`, flat, says, in memory: in `out`, if given, which has its dtype and length."""
+        found = torch.empty(tensor.numel(), dtype=tensor.dtype) if out is None else out
+        raw = found.view(torch.uint8)
+        for start, stop, place in self._pieces(tensor):
+            raw[start:stop].copy_(self.file.get(place, place + stop - start))
+        return found
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """Put `values`, flat and of any dtype and device, where `tensor` says."""
+        for start, stop, place in self._pieces(tensor):
+            size = tensor.element_size()
+            part = values[start // size : stop // size].to("cpu", tensor.dtype).contiguous()
+            self.file.put(place, part.view(torch.uint8))
+
+    def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, int, int]]:
+        """Its bytes piece by piece: first, last, and where in the file they begin. All but the ends are at pages."""
+        place, start = tensor.data_ptr() - self._mapped.data_ptr(), 0
+        while start < tensor.nbytes:
+            stop = min(tensor.nbytes, (place + start) // PIECE_BYTES * PIECE_BYTES + PIECE_BYTES - place)
+            yield start, stop, place + start
+            start = stop
 
     @property
     def has_states(self) -> bool:
@@ -108,24 +139,30 @@ class DiskMemory:
         self._rows: list[DiskRows] = []
         """Those that an update changes."""
         self._every: list[DiskRows] = []
+        self._left: list[DiskRows] = []
         self._reads = DiskReads(self._pool_for_reads)
         self._pool: BufferPool | None = None
         self._reading: tuple[DiskRows, Tensor, Pending] | None = None
         self._writing: deque[tuple[Tensor, Pending, Callable[[], None]]] = deque()
         self._buffer_bytes = 0
         self._is_torn = False
-        """Whether a step has begun to update what is here, and has not come to its end."""
+        """Whether a step or a resume has begun to change what is here, and has not come to its end."""
         self._num_made = 0
 
     def count_with(self, meter: ByteMeter) -> None:
-        """Rows of a plan are to come here, and to be counted by `meter`. Those of the plan before stay as long as
-        somebody has tensors of theirs."""
+        """Rows of a plan are to come here, and to be counted by `meter`. Those of the plan before stay until
+        `leave_former`."""
         self.settle()
         self._reads.forget_all()
-        for rows in self._every:
-            rows.file.close()
+        self._left += self._every
         self._meter, self._rows, self._every, self._pool, self._buffer_bytes = meter, [], [], None, 0
         self._reads = DiskReads(self._pool_for_reads)
+
+    def leave_former(self) -> None:
+        """What the plans before have here is needed no more."""
+        for rows in self._left:
+            rows.file.close()
+        self._left = []
 
     def is_in(self, folder: Path | str) -> bool:
         return self.folder.folder == Path(folder)
@@ -142,6 +179,11 @@ class DiskMemory:
         self._meter.on("disk").hold("param", resting_bytes)
         self._meter.on("disk").hold("optim", rows.file.num_bytes - resting_bytes)
         return rows
+
+    def file(self, name: str, num_bytes: int) -> DiskFile:
+        """A file of its own in the folder, for whoever asks, who counts and closes it."""
+        self._num_made += 1
+        return self.folder.create(f"{name}-{self._num_made - 1}", num_bytes, self._queue)
 
     # -- a pass -----------------------------------------------------------------------------------------
 
@@ -164,7 +206,7 @@ class DiskMemory:
 
     def fetch(self, rows: DiskRows) -> None:
         """Bring all of `rows` into a buffer, and begin to read those that come after it."""
-        self._is_torn = True
+        self.begin_change()
         self.forget_read(rows)
         ahead, self._reading = self._reading, None
         if ahead is not None and ahead[0] is not rows:
@@ -184,8 +226,12 @@ class DiskMemory:
         buffer, rows.buffer = rows.buffer, None
         self._writing.append((buffer, rows.file.write(0, buffer[: rows.file.num_bytes]), let_go))
 
+    def begin_change(self) -> None:
+        """What is here is not of one step until `settle`."""
+        self._is_torn = True
+
     def settle(self) -> None:
-        """All is on the disk: a step is at its end."""
+        """All is on the disk: a step, or what replaces everything, is at its end."""
         ahead, self._reading = self._reading, None
         if ahead is not None:
             ahead[2].wait()
@@ -198,8 +244,8 @@ class DiskMemory:
         """Raise `StateError` if a step has failed between its first update and its last."""
         if self._is_torn:
             raise StateError(
-                f"A step failed while it updated what is in {self.folder.folder}: some units are updated, and others "
-                f"are not. Go on from the last checkpoint with engine.resume()."
+                f"A step failed while it changed what is in {self.folder.folder}: some units are of that step, and "
+                f"others are not. Go on from the last checkpoint with engine.resume()."
             )
 
     def abandon(self) -> None:

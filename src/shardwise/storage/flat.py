@@ -34,6 +34,8 @@ from shardwise.storage.releasable import Releasable, releasable
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
+_PIECE_NUMEL = 2**20
+"""Elements of master weights that are taken from a disk at once."""
 
 
 class FullState(Enum):
@@ -43,6 +45,10 @@ class FullState(Enum):
     ABSENT = "absent"
     GATHERING = "flying"
     READY = "ready"
+
+
+RESIDENT, ABSENT, GATHERING, READY = FullState
+"""To look one up in the class takes Python 3.11 eight times as long as a name, and every gather asks for several."""
 
 
 class AtRest:
@@ -83,11 +89,13 @@ class Flat:
         self.param_span = layout.span(table.param.shard, coordinate)
         self.held_span = layout.span(table.held.shard, coordinate)
         self.optim_span = layout.span(table.optim.shard, coordinate)
-        self.state = FullState.RESIDENT if spec.resident else FullState.ABSENT
+        self.state = RESIDENT if spec.resident else ABSENT
         self.stays = False
         """Whether the whole buffer, once it is there, is not to be freed, since a graph may still read it."""
         self.lasts = False
-        """Likewise, but only until the pass ends."""
+        """Likewise, but only until the backward ends."""
+        self.owes_free = False
+        """Whether it would have been freed otherwise, and has not been asked for since."""
         self.full = torch.empty(0)
         self._bytes_of_full: Releasable | None = None
         self.param = torch.empty(0)
@@ -104,8 +112,8 @@ class Flat:
         self.disk: DiskMemory | None = None
         self.rows: DiskRows | None = None
         """What lies on a disk, if the table has a row there."""
-        self._plain_types: tuple[type, ...] = ()
-        self._resting_types: tuple[type, ...] = ()
+        self._plain_types: tuple[tuple[torch.nn.Parameter, type], ...] = ()
+        self._resting_types: tuple[tuple[torch.nn.Parameter, type], ...] = ()
         self.is_resting = False
         """Whether parameters have the class that says what an access outside of a computation means."""
 
@@ -116,7 +124,8 @@ class Flat:
     @property
     def is_whole(self) -> bool:
         """Whether all of `full` can be read."""
-        return self.state is FullState.READY or self.state is FullState.RESIDENT
+        state = self.state
+        return state is READY or state is RESIDENT
 
     def send_from(self, memory: Memory) -> None:
         """What is sent from where it lies is to lie in `memory`. Said before the first values."""
@@ -180,7 +189,7 @@ class Flat:
         _part(self.param, mine.within(self.param_span)).copy_(values)
         if self.master is not None and not self.spec.master_is_param:
             updated = mine.overlap(self.optim_span)
-            _part(self.master, updated.within(self.optim_span)).copy_(_part(values, updated.within(mine)))
+            self.put(_part(self.master, updated.within(self.optim_span)), _part(values, updated.within(mine)))
 
     def lay_out(self) -> None:
         """Memory for what this rank keeps, zero so far, and the parameters views of `full`: for values that are moved
@@ -249,21 +258,22 @@ class Flat:
         elif self._bytes_of_full is not None:
             self._bytes_of_full.allocate()
         self.meter.hold("working", self.spec.full_bytes)
-        self.state = FullState.GATHERING
+        self.state = GATHERING
 
     def free_full(self) -> None:
         """Let the bytes of `full` go. Asked twice, or of one that is resident, stays or lasts, it does nothing."""
-        if self.state is FullState.READY and not (self.stays or self.lasts):
+        self.owes_free = self.state is READY and (self.stays or self.lasts)
+        if self.state is READY and not self.owes_free:
             if self.shared is not None:
                 self.shared.renew()
             elif self._bytes_of_full is not None:
                 self._bytes_of_full.free()
             self.meter.drop("working", self.spec.full_bytes)
-            self.state = FullState.ABSENT
+            self.state = ABSENT
 
     def relax(self) -> None:
         """The whole buffer is not read for a while. In shared memory its pages can go meanwhile, and it stays whole."""
-        if self.shared is not None and self.state is FullState.READY:
+        if self.shared is not None and self.state is READY:
             self.shared.relax()
 
     def hold(self) -> None:
@@ -329,7 +339,36 @@ class Flat:
         """Cast what the optimizer has updated into the range of `param` that it came from."""
         self.land()
         if self.master is not None and not self.spec.master_is_param:
-            _part(self.param, self.optim_span.within(self.param_span)).copy_(self.master)
+            self.copy_master(_part(self.param, self.optim_span.within(self.param_span)))
+
+    def copy_master(self, out: Tensor) -> None:
+        """Master weights into `out`, cast to its dtype; from a disk piece by piece."""
+        master = self.require_master()
+        if self.on_disk(master) is None:
+            out.copy_(master)
+            return
+        for start in range(0, master.numel(), _PIECE_NUMEL):
+            stop = start + _PIECE_NUMEL
+            out[start:stop].copy_(self.loaded(master[start:stop]))
+
+    # -- what may lie on a disk ---------------------------------------------------------------------------
+
+    def on_disk(self, tensor: Tensor) -> DiskRows | None:
+        """The rows that have to be asked for what `tensor` stands for; `None` if it is in memory."""
+        return self.rows if self.rows is not None and self.rows.has(tensor) else None
+
+    def loaded(self, tensor: Tensor) -> Tensor:
+        """`tensor`, flat, of a row or a state of this buffer, in memory: a copy if it lies on a disk."""
+        rows = self.on_disk(tensor)
+        return tensor.detach() if rows is None else rows.read(tensor)
+
+    def put(self, tensor: Tensor, values: Tensor) -> None:
+        """Write `values`, flat, over `tensor`, wherever that is."""
+        rows = self.on_disk(tensor)
+        if rows is None:
+            tensor.copy_(values)
+        else:
+            rows.write(tensor, values)
 
     def accept_edit(self, index: int, values: Tensor) -> None:
         """Put `values`, whole and flat, in the place of parameter `index`, wherever this rank keeps some of it.
@@ -344,16 +383,17 @@ class Flat:
             mine = span.overlap(self.param_span)
             _part(self.param, mine.within(self.param_span)).copy_(_part(values, mine.within(span)))
         if self.master is not None and not self.spec.master_is_param:
-            master, mine = self.master_piece(index)
+            piece, mine = self.master_piece(index)
+            master = self.loaded(piece)
             edited = _part(values, mine).to(master.device)
-            master.copy_(torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
+            self.put(piece, torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
 
     # -- parameters at rest -----------------------------------------------------------------------------
 
     def guard(self, resting_type: Callable[[type], type]) -> None:
         """From now on parameters at rest have the class that `resting_type` makes of their own."""
-        self._plain_types = tuple(type(param) for param in self.params)
-        self._resting_types = tuple(resting_type(plain) for plain in self._plain_types)
+        self._plain_types = tuple((param, type(param)) for param in self.params)
+        self._resting_types = tuple((param, resting_type(plain)) for param, plain in self._plain_types)
         self.rest()
 
     def unguard(self) -> None:
@@ -365,14 +405,14 @@ class Flat:
         """A computation begins that uses the parameters, which are whole."""
         if self.is_resting:
             self.is_resting = False
-            for param, plain in zip(self.params, self._plain_types, strict=True):
+            for param, plain in self._plain_types:
                 param.__class__ = plain
 
     def rest(self) -> None:
         """It is over."""
         if self._resting_types and not self.is_resting:
             self.is_resting = True
-            for param, resting in zip(self.params, self._resting_types, strict=True):
+            for param, resting in self._resting_types:
                 param.__class__ = resting
 
     # -- one parameter ----------------------------------------------------------------------------------

@@ -91,6 +91,13 @@ class TierFolder:
         self._files.append(file)
         return file
 
+    def tidy_after_others(self) -> None:
+        """Remove what killed processes with other ranks have left here. Once all ranks of this job have the folder."""
+        for path in self.folder.glob("shardwise-rank-*.lock"):
+            if path != self._path:
+                with contextlib.suppress(OSError):  # of one that lives, or that another rank is just removing
+                    _remove_unless_held(path)
+
     def close(self) -> None:
         """Close its files and let others have the folder. May be called twice."""
         for file in self._files:
@@ -164,6 +171,20 @@ def _is_at(handle: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
     except OSError:
         return False
+
+
+def _remove_unless_held(path: Path) -> None:
+    """A rank's lock, and its files that still have names. Raises `OSError` if its process lives."""
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(handle, path):
+            for left in path.parent.glob(f"{path.stem}.*"):
+                if left != path:
+                    left.unlink()
+            path.unlink()
+    finally:
+        os.close(handle)
 
 
 def _release(handle: int, path: Path, owner: int) -> None:

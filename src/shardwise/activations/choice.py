@@ -1,0 +1,192 @@
+"""Which unit's activations are kept, recomputed or moved: what a plan's `activations` mean for one model.
+
+Units that can be treated are the model's blocks: modules below the model, with modules in them, around no other unit.
+What an embedding or a head saves is what it is given, so that there is nothing to gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwise.activations.operators import operators_named
+from shardwise.config import Activations, Plan, PolicyName
+from shardwise.errors import ConfigError
+from shardwise.storage import UnitChoice, fits, owners_of, whole_numel
+
+SELECTIVE = ("matmul", "attention")
+"""What `selective` keeps unless a plan says otherwise."""
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """Of one unit: the policy, and of `selective` the operators whose results are kept."""
+
+    policy: PolicyName
+    keep: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        said = {
+            "recompute": "activations recomputed",
+            "selective": f"activations recomputed but for {', '.join(self.keep)}",
+            "offload": "activations on the host",
+            "disk": "activations on a disk",
+        }
+        return said.get(self.policy, "")
+
+    @property
+    def operators(self) -> frozenset[torch._ops.OpOverload]:
+        return operators_named(self.keep)
+
+
+@dataclass(frozen=True)
+class Treatments:
+    """By unit, of those whose activations are not simply kept, and the modules that are called for each."""
+
+    by_unit: dict[str, Treatment] = field(default_factory=dict)
+    sites: dict[str, tuple[nn.Module, ...]] = field(default_factory=dict, repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.by_unit)
+
+    @property
+    def by_site(self) -> dict[nn.Module, tuple[str, Treatment]]:
+        """By module: the unit's name and treatment."""
+        return {site: (unit, self.by_unit[unit]) for unit, sites in self.sites.items() for site in sites}
+
+    def have(self, *policies: PolicyName) -> bool:
+        return any(one.policy in policies for one in self.by_unit.values())
+
+    def said(self, unit: str) -> str:
+        """In words, of what is not simply kept."""
+        return str(self.by_unit[unit]) if unit in self.by_unit else ""
+
+    def check_stages(self, model: nn.Module, pieces: Sequence[str]) -> None:
+        """Raise `ConfigError` if a pipeline cuts a module whose activations are treated; `pieces` are what it deals
+        out."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        for unit, sites in self.sites.items():
+            inside = {inner for site in sites for inner in site.modules() if inner is not site}
+            cut = next((piece for piece in pieces if modules[piece] in inside), None)
+            if cut is not None:
+                raise ConfigError(
+                    f"{unit} has activations {self.by_unit[unit].policy}, and the pipeline cuts it at {cut}. Cut "
+                    f"between units (pipeline.stages), or leave its activations out by a rule with activations: keep."
+                )
+
+    def within(self, model: nn.Module) -> Treatments:
+        """Of the modules that are still in `model`: a rank of a pipeline has some of them."""
+        present = set(model.modules())
+        sites = {unit: tuple(site for site in of if site in present) for unit, of in self.sites.items()}
+        left = {unit: of for unit, of in sites.items() if of}
+        return Treatments({unit: self.by_unit[unit] for unit in left}, left)
+
+
+def treatments_for(model: nn.Module, choices: Sequence[UnitChoice], plan: Plan) -> Treatments:
+    """Raises `ConfigError` for what cannot be meant for this model."""
+    asked = [plan.activations, *(rule.activations for rule in plan.rules.values())]
+    for one, where in zip(asked, ("activations", *(f"rules.{name}.activations" for name in plan.rules)), strict=True):
+        _check(one, where, plan)
+    if all(one.policy in (None, "keep") for one in asked):
+        return Treatments()
+    candidates = _candidates(model, choices)
+    if not candidates:
+        raise ConfigError(
+            f"The plan says activations, but none of the units of {type(model).__name__} is a module with modules in "
+            f"it, below the model. Say which modules are units: units: {{class: Block}}."
+        )
+    found: dict[str, Treatment] = {}
+    by_rule = _by_rule(model, candidates, plan)
+    counts: dict[str, int] = {}
+    for choice in candidates:
+        rule = by_rule.get(choice.name)
+        said = plan.activations if rule is None else plan.rules[rule].activations
+        place = counts[rule or ""] = counts.get(rule or "", -1) + 1
+        if said.policy not in (None, "keep") and place % said.every == 0:
+            keep = (said.keep or SELECTIVE) if said.policy == "selective" else ()
+            assert said.policy is not None
+            found[choice.name] = Treatment(said.policy, keep)
+    sites = {choice.name: choice.sites for choice in candidates if choice.name in found}
+    _refuse_own_recomputing(model, found, sites)
+    return Treatments(found, sites)
+
+
+def _check(asked: Activations, where: str, plan: Plan) -> None:
+    if asked.keep is not None and asked.policy != "selective":
+        raise ConfigError(
+            f"{where}.keep names operators whose results are kept, which is for policy selective, and the policy is "
+            f"{asked.policy or 'not given'}. Set {where}.policy=selective, or leave out keep."
+        )
+    if asked.policy == "selective":
+        operators_named(asked.keep if asked.keep is not None else SELECTIVE, f"{where}.keep")
+        if plan.compile is not None:
+            raise ConfigError(
+                f"{where} is selective and compile is {plan.compile!r}: in a compiled unit no single operator is left "
+                f"whose result could be kept. Take recompute or offload, or leave out compile."
+            )
+    if asked.policy == "disk" and plan.disk is None:
+        raise ConfigError(
+            f"{where} is disk, and the plan names no folder. Give it one on a local disk, such as disk: /scratch/run."
+        )
+
+
+def _candidates(model: nn.Module, choices: Sequence[UnitChoice]) -> list[UnitChoice]:
+    """The units that can be treated, each module in the first of them."""
+    every = {site for choice in choices for site in choice.sites}
+    candidates: list[UnitChoice] = []
+    taken: set[nn.Module] = set()
+    for choice in choices:
+        is_alone = all(
+            site is not model
+            and site not in taken
+            and any(True for _ in site.children())
+            and not any(inner in every for inner in site.modules() if inner is not site)
+            for site in choice.sites
+        )
+        if is_alone and choice.sites:
+            candidates.append(choice)
+            taken.update(choice.sites)
+    return candidates
+
+
+def _by_rule(model: nn.Module, candidates: Sequence[UnitChoice], plan: Plan) -> dict[str, str]:
+    """The first rule with activations that all parameters of a unit fit, by the unit's name."""
+    owners = owners_of(model)
+    found: dict[str, str] = {}
+    for name, rule in plan.rules.items():
+        if rule.activations.policy is None:
+            continue
+        fitting = [
+            choice
+            for choice in candidates
+            if all(
+                fits(rule, path, owners[param], whole_numel(param, choice.boxes))
+                for path, param in choice.params.items()
+            )
+        ]
+        if not fitting:
+            known = ", ".join(choice.name for choice in candidates[:4])
+            raise ConfigError(
+                f"The plan's rule {name!r} has activations, but there is no unit all of whose parameters fit it. Name "
+                f"all parameters of a unit, such as {candidates[0].name}.*; units are {known} and so on."
+            )
+        for choice in fitting:
+            found.setdefault(choice.name, name)
+    return found
+
+
+def _refuse_own_recomputing(
+    model: nn.Module, found: dict[str, Treatment], sites: dict[str, tuple[nn.Module, ...]]
+) -> None:
+    for unit, treatment in found.items():
+        if treatment.policy not in ("recompute", "selective"):
+            continue
+        for site in sites[unit]:
+            if any(getattr(module, "gradient_checkpointing", False) is True for module in site.modules()):
+                raise ConfigError(
+                    f"{unit} recomputes its activations itself (gradient_checkpointing), and the plan recomputes them "
+                    f"too. Call {type(model).__name__}.gradient_checkpointing_disable(), or leave out activations."
+                )

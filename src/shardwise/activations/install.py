@@ -1,0 +1,50 @@
+"""Treatments carried out: the forwards of some modules replaced, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+
+from shardwise.activations.choice import Treatment
+from shardwise.activations.offload import Offloading, SavedElsewhere
+from shardwise.activations.recompute import Around, Recomputing
+
+
+class TreatedSites:
+    """Between `install` and `remove` each module's forward is treated as said.
+
+    What wraps a forward is called inside of the module's hooks, and is no module: names, classes and hooks stay.
+    """
+
+    def __init__(
+        self,
+        by_site: Mapping[nn.Module, tuple[str, Treatment]],
+        offloading: Mapping[str, Offloading],
+        around: Around = nullcontext,
+    ) -> None:
+        """`offloading` are those who keep what is saved elsewhere, by policy; `around` is for `Recomputing`."""
+        self._by_site = dict(by_site)
+        self._offloading, self._around = offloading, around
+        self._before: dict[nn.Module, Callable[..., Any] | None] = {}
+
+    def install(self) -> None:
+        for site, (unit, treatment) in self._by_site.items():
+            self._before[site] = site.__dict__.get("forward")
+            forward = site.forward
+            site.__dict__["forward"] = (
+                Recomputing(unit, site, forward, treatment.operators, self._around)
+                if treatment.policy in ("recompute", "selective")
+                else SavedElsewhere(unit, site, forward, self._offloading[treatment.policy])
+            )
+
+    def remove(self) -> None:
+        """May be called twice."""
+        for site, forward in self._before.items():
+            if forward is None:
+                site.__dict__.pop("forward", None)
+            else:
+                site.__dict__["forward"] = forward
+        self._before.clear()

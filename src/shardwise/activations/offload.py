@@ -1,0 +1,284 @@
+"""What a unit's forward saves for its backward leaves the device after the forward, and is back one unit ahead.
+
+[Note: saved storages] Autograd hands over tensors; what takes memory are their storages. Each storage leaves once, as
+a whole, however many tensors of however many units are views of it, and comes back as one. Left alone are parameters
+(their memory is the engine's), buffers, what is too small to be worth a copy, and what lies on another device.
+
+[Note: order on a device] Copies run on streams of their own. A unit's storages are copied as soon as its forward is
+through, and let go at the end of the next such unit's forward, behind an event: so nothing that is computed later is
+laid over what is still being copied, and the host waits for nothing. In the backward the first tensor of a unit that is
+asked for starts the copies of the unit before it, into memory of the current stream, which waits for them when it gets
+there. On a CPU a copy is done at once, and a unit's storages are let go at the end of its own forward.
+
+[Note: written to] Autograd compares versions when a saved tensor is used, but not of one that was handed over. So the
+version of each is compared when its storage is let go: what was written to until then raises in the backward, as in
+plain PyTorch. What is written to later is right here, since the copy has the older values.
+
+[Note: again] A graph that is kept (`retain_graph`) keeps the copies too; another backward brings them again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwise.activations.stores import Away, Store, bytes_of
+from shardwise.runtime import WrappedForward
+from shardwise.storage import Copied, Copy
+
+Tensor = torch.Tensor
+SMALL_BYTES = 4096
+"""Storages with fewer stay."""
+
+
+class SavedElsewhere(WrappedForward):
+    """In the place of the `forward` of `site`: what it saves is kept by `offloading`."""
+
+    def __init__(self, unit: str, site: nn.Module, forward: Callable[..., Any], offloading: Offloading) -> None:
+        super().__init__(forward)
+        self._unit, self._site, self._offloading = unit, site, offloading
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        group = _Group(self._unit, self._offloading, self._site.buffers())
+        with saved_tensors_hooks(group.pack, _unpack):
+            output = self.forward(*args, **kwargs)
+        self._offloading.leave(group)
+        return output
+
+
+class Offloading:
+    """The saved tensors of one model that are elsewhere.
+
+    Those of which `resting` are views never leave. `waits`: copies are done beside the computation.
+    """
+
+    def __init__(self, store: Store, device: torch.device, resting: Iterable[Tensor], *, waits: bool) -> None:
+        self.store = store
+        self.device = device
+        self.resting = frozenset(tensor.untyped_storage()._cdata for tensor in resting)
+        self.known: weakref.WeakValueDictionary[int, Item] = weakref.WeakValueDictionary()
+        """What has been met, by its storage: as long as that lives, or a graph needs it."""
+        self._latest: weakref.ref[_Group] | None = None
+        self._leaving: _Group | None = None
+        """Whose copies have been started and not been waited for."""
+        self._begun: weakref.ref[_Group] | None = None
+        self._waits = waits
+
+    def leave(self, group: _Group) -> None:
+        """The forward of a unit is through."""
+        self.settle()
+        group.evict()
+        before = self._latest() if self._latest is not None else None
+        group.before = weakref.ref(before) if before is not None else None
+        self._latest = weakref.ref(group)
+        self._leaving = group
+        if not self._waits:
+            self.settle()
+
+    def settle(self) -> None:
+        """Let go of what has been copied."""
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.settle()
+
+    def begin(self, group: _Group) -> None:
+        """Something of `group` is asked for in a backward."""
+        last = self._begun() if self._begun is not None else None
+        if last is group:
+            return
+        self.settle()
+        if last is not None:
+            last.let_go()
+        self._begun = weakref.ref(group)
+        group.fetch()
+        before = group.before() if group.before is not None else None
+        if before is not None:
+            before.fetch()
+            ahead = before.before() if before.before is not None else None
+            if ahead is not None:
+                ahead.look_ahead()
+
+
+class Item:
+    """One storage: on the device until `settle`, and from `fetch` on."""
+
+    def __init__(self, storage: torch.UntypedStorage, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype` is that of the first tensor that is saved of it."""
+        self._dtype = dtype if storage.nbytes() % dtype.itemsize == 0 else torch.uint8
+        self._numel = storage.nbytes() // self._dtype.itemsize
+        self.version = 0
+        """Of the tensor that was saved last before it left: one of another version has other values."""
+        self._device = device
+        self._known = weakref.ref(storage)
+        self._storage: torch.UntypedStorage | None = storage
+        self._whole: Tensor | None = None
+        self._away: Away | None = None
+        self._arriving: Copy = Copied()
+
+    def has(self, storage: torch.UntypedStorage, version: int) -> bool:
+        """Whether it is this storage, with the values that a tensor of that version has."""
+        return self._known() is storage and (self._away is None or self.version == version)
+
+    def evict(self, store: Store) -> None:
+        if self._away is None and self._storage is not None:
+            self._away = store.put(self._storage)
+
+    def settle(self) -> None:
+        if self._away is not None and self._storage is not None:
+            self._away.settle()
+            self._storage = None
+
+    def look_ahead(self) -> None:
+        if self._away is not None and self._whole is None:
+            self._away.look_ahead()
+
+    def fetch(self) -> None:
+        if self._storage is None and self._whole is None and self._away is not None:
+            self._whole = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+            self._arriving = self._away.fetch(self._whole)
+
+    def whole(self) -> Tensor:
+        """All of it, flat, which may be read from here on."""
+        self.fetch()
+        self._arriving.wait()
+        if self._whole is None:
+            assert self._storage is not None
+            return bytes_of(self._storage, self._device).view(self._dtype)
+        return self._whole
+
+    def let_go(self) -> None:
+        """Of what is on the device; it can be fetched again."""
+        if self._away is not None and self._whole is not None:
+            self._arriving.wait()
+            self._whole, self._arriving = None, Copied()
+
+    def __del__(self) -> None:
+        if self._away is not None:
+            self._arriving.wait()
+            self._away.release()
+
+
+class _Group:
+    """What one call of one module has saved, in its order."""
+
+    def __init__(self, unit: str, offloading: Offloading, buffers: Iterable[Tensor]) -> None:
+        self.unit = unit
+        self.offloading = offloading
+        self.before: weakref.ref[_Group] | None = None
+        """The group of the call before it, which its backward leads to."""
+        self._stays = offloading.resting | {buffer.untyped_storage()._cdata for buffer in buffers}
+        self._views: list[_View] = []
+        """Until it is settled; later autograd has them alone."""
+        self._items: list[weakref.ref[Item]] = []
+
+    def pack(self, tensor: Tensor) -> _View | _Left:
+        if not self._leaves(tensor):
+            return _Left(self.unit, tensor)
+        view = _View(self, self._item(tensor), tensor)
+        self._views.append(view)
+        return view
+
+    def _leaves(self, tensor: Tensor) -> bool:
+        is_plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor)
+        if not is_plain or tensor.layout is not torch.strided or tensor.device.type != self.offloading.device.type:
+            return False
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= SMALL_BYTES and storage._cdata not in self._stays
+
+    def _item(self, tensor: Tensor) -> Item:
+        storage = tensor.untyped_storage()
+        item = self.offloading.known.get(storage._cdata)
+        if item is None or not item.has(storage, tensor._version):
+            item = self.offloading.known[storage._cdata] = Item(storage, tensor.device, tensor.dtype)
+        item.version = tensor._version
+        return item
+
+    def evict(self) -> None:
+        items = dict.fromkeys(view.item for view in self._views)
+        for item in items:
+            item.evict(self.offloading.store)
+        self._items = [weakref.ref(item) for item in items]
+
+    def settle(self) -> None:
+        for view in self._views:
+            view.settle()
+        for item in self._alive():
+            item.settle()
+        self._views.clear()
+
+    def fetch(self) -> None:
+        for item in self._alive():
+            item.fetch()
+
+    def look_ahead(self) -> None:
+        for item in self._alive():
+            item.look_ahead()
+
+    def let_go(self) -> None:
+        for item in self._alive():
+            item.let_go()
+
+    def _alive(self) -> list[Item]:
+        return [item for item in (ref() for ref in self._items) if item is not None]
+
+
+class _View:
+    """A saved tensor whose storage leaves."""
+
+    def __init__(self, group: _Group, item: Item, tensor: Tensor) -> None:
+        self.group, self.item = group, item
+        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._version = tensor._version
+        self._tensor: Tensor | None = tensor.detach()
+        self._was_written_to = False
+
+    def settle(self) -> None:
+        if self._tensor is not None:
+            self._was_written_to = self._tensor._version != self._version
+            self._tensor = None
+
+    def tensor(self) -> Tensor:
+        self.group.offloading.begin(self.group)
+        if self._was_written_to or (self._tensor is not None and self._tensor._version != self._version):
+            raise written_to(self.group.unit, self._shape)
+        whole = self.item.whole()
+        if whole.dtype != self._dtype:  # in a rehearsal that would count as memory
+            whole = whole.view(self._dtype)
+        return whole.as_strided(self._shape, self._stride, self._offset)
+
+
+class _Left:
+    """A saved tensor that stays where it is."""
+
+    def __init__(self, unit: str, tensor: Tensor) -> None:
+        self._unit = unit
+        self._version = tensor._version
+        self._tensor = tensor.detach()  # the tensor itself may hold the node that holds this
+
+    def tensor(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise written_to(self._unit, self._tensor.shape)
+        return self._tensor
+
+
+def _unpack(saved: _View | _Left) -> Tensor:
+    return saved.tensor()
+
+
+def written_to(unit: str, shape: torch.Size) -> RuntimeError:
+    """As PyTorch says it."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"shape {list(shape)} that the forward of {unit} has saved. Change a copy of it instead."
+    )

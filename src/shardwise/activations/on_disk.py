@@ -1,0 +1,156 @@
+"""Saved tensors in files: written behind the forward, read ahead of the backward, past the page cache.
+
+A storage is copied into pages of the host, and written from there while the next units compute. Once it is written the
+pages go to the next one. If it is asked for before that, it is taken from the pages. Files are used again as long as
+sizes stay the same, and have lost their names, so that nothing is left of them whatever ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+
+import torch
+
+from shardwise.activations.stores import KIND, ActivationMemory, Away, bytes_of
+from shardwise.devices import RankDevice
+from shardwise.errors import TierError
+from shardwise.storage import Copied, Copy, DiskMemory
+from shardwise.telemetry import ByteMeter
+from shardwise.tiers import PAGE, DiskFile, Pending, pages
+
+Tensor = torch.Tensor
+BEHIND_BYTES = 2**28
+"""What may wait to be written, at most; one storage always may."""
+
+
+class PagedMemory(ActivationMemory):
+    """Buffers that begin on pages, counted as `staging`."""
+
+    kind = "staging"
+
+    def __init__(self, meter: ByteMeter, device: RankDevice | None = None) -> None:
+        super().__init__(meter, device)
+        self._device = device
+
+    def _taken(self, num_bytes: int) -> Tensor:
+        return pages(num_bytes, self._device)[:num_bytes]
+
+
+class DiskStore:
+    """In files of `disk`'s folder, through pages of `memory`."""
+
+    def __init__(self, disk: DiskMemory, memory: PagedMemory, meter: ByteMeter) -> None:
+        self.memory = memory
+        self._disk, self._meter = disk, meter.on("disk")
+        self._behind: deque[_OnDisk] = deque()
+        self._free: dict[int, list[DiskFile]] = {}
+        self._returned: deque[DiskFile] = deque()
+        self._in_use = self._most = self._made_bytes = 0
+
+    def put(self, source: torch.UntypedStorage) -> Away:
+        padded = -(-source.nbytes() // PAGE) * PAGE
+        while self._behind and self._behind_bytes() + padded > BEHIND_BYTES:
+            self._behind.popleft().finish_writing()
+        while self._behind and self._behind[0].is_written:
+            self._behind.popleft().finish_writing()
+        return _OnDisk(self, bytes_of(source, source.device), padded)
+
+    def note_writing(self, one: _OnDisk) -> None:
+        self._behind.append(one)
+
+    def _behind_bytes(self) -> int:
+        return sum(one.padded for one in self._behind)
+
+    # -- files ------------------------------------------------------------------------------------------
+
+    def file(self, num_bytes: int) -> DiskFile:
+        """Of whole pages. Raises `TierError` if there is no room for one."""
+        while self._returned:
+            back = self._returned.popleft()
+            self._in_use -= back.num_bytes
+            self._free.setdefault(back.num_bytes, []).append(back)
+        self._in_use += num_bytes
+        self._most = max(self._most, self._in_use)
+        if self._free.get(num_bytes):
+            return self._free[num_bytes].pop()
+        for size in sorted(self._free, reverse=True):  # rather than hold more than has been in use at once
+            while self._free[size] and self._made_bytes + num_bytes > self._most:
+                self._free[size].pop().close()
+                self._made_bytes -= size
+                self._meter.drop(KIND, size)
+        file = self._disk.file("activations", num_bytes)
+        self._made_bytes += num_bytes
+        self._meter.hold(KIND, num_bytes)
+        return file
+
+    def give_back(self, file: DiskFile) -> None:
+        """By autograd's threads too."""
+        self._returned.append(file)
+
+
+class _OnDisk:
+    def __init__(self, store: DiskStore, source: Tensor, padded: int) -> None:
+        self._store = store
+        self._num_bytes, self.padded = source.numel(), padded
+        self._pages: Tensor | None = store.memory.buffer(padded, torch.uint8)
+        self._leaving: Copy = store.memory.evict(self._pages[: self._num_bytes], source)
+        self._last: Copy = Copied()
+        """The copy that was last to read the pages."""
+        self._file: DiskFile | None = None
+        self._writing: Pending | None = None
+        self._reading: Pending | None = None
+
+    def settle(self) -> None:
+        if self._file is None:
+            assert self._pages is not None
+            self._leaving.wait()
+            self._leaving.land()
+            self._file = self._store.file(self.padded)
+            self._writing = self._file.write(0, self._pages)
+            self._store.note_writing(self)
+
+    @property
+    def is_written(self) -> bool:
+        return self._writing is None or self._writing.is_done
+
+    def finish_writing(self) -> None:
+        """Wait for it, and let the pages go. Raises `TierError` if it failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
+            self._leave_pages()
+
+    def look_ahead(self) -> None:
+        if self._pages is None:
+            assert self._file is not None
+            self._pages = self._store.memory.buffer(self.padded, torch.uint8)
+            self._reading = self._file.read(0, self._pages)
+
+    def fetch(self, out: Tensor) -> Copy:
+        self.settle()
+        self.look_ahead()
+        assert self._pages is not None
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.wait()
+        self._last = self._store.memory.fetch(out.view(torch.uint8), self._pages[: self._num_bytes])
+        last = self._last
+        if self._writing is None:
+            self._leave_pages()
+        return last
+
+    def release(self) -> None:
+        for pending in (self._writing, self._reading):
+            if pending is not None:
+                with contextlib.suppress(TierError):  # nobody needs it any more
+                    pending.wait()
+        self._writing = self._reading = None
+        self._leave_pages()
+        if self._file is not None:
+            self._store.give_back(self._file)
+
+    def _leave_pages(self) -> None:
+        if self._pages is not None:
+            self._store.memory.give_back(self._pages, self._last)
+            self._pages, self._last = None, Copied()

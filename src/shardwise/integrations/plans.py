@@ -1,0 +1,75 @@
+"""What a plan comes to under a library that has settings of its own for the same things."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+
+PlanLike = sw.Plan | str | Path | dict[str, Any]
+MODEL_AXES = ("pp", "tp", "sp", "ep")
+_SAME = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+HALVES = {"bf16", "fp16"}
+
+
+def require_data_axes(plan: sw.Plan, library: str) -> None:
+    """Raise `ConfigError` for a plan some of whose ranks share in one batch, which the library's data loaders do not
+    know of."""
+    wanted = [axis for axis in MODEL_AXES if (plan.mesh or {}).get(axis, 1) != 1]
+    if wanted:
+        raise ConfigError(
+            f"The plan's mesh has {' and '.join(wanted)}, and {library} gives every rank a batch of its own. Take a "
+            f"mesh of data axes (dp, node, local) here, or a loop with engine.train_step(batch)."
+        )
+
+
+def settled(plan: sw.Plan, model: nn.Module, mixed_precision: str, compiler: str | None, library: str) -> sw.Plan:
+    """`plan` with the precision and the compiler that the library was asked for, where it says nothing of them.
+
+    `mixed_precision` is `no`, `bf16` or `fp16`. A model that was loaded in bf16 is computed in bf16.
+    """
+    overrides = []
+    said = plan.precision if "precision" in plan.model_fields_set else None
+    if mixed_precision not in _SAME:
+        raise ConfigError(f"mixed_precision is {mixed_precision!r}, which no plan has. Take bf16, fp16 or no.")
+    if said is not None and mixed_precision != "no" and said in HALVES and said != mixed_precision:
+        raise ConfigError(
+            f"The plan says precision {said}, and {library} was asked for {mixed_precision}. Say one of the two."
+        )
+    if said is None:
+        own = dtype_of(model)
+        overrides.append(f"precision={own if mixed_precision == 'no' and own else _SAME[mixed_precision]}")
+    if compiler is not None:
+        if plan.compile not in (None, compiler):
+            raise ConfigError(
+                f"The plan says compile {plan.compile}, and {library} was asked for {compiler}. Say one of the two."
+            )
+        overrides.append(f"compile={compiler}")
+    return sw.load_plan(plan, overrides)
+
+
+def dtype_of(model: nn.Module) -> str | None:
+    """`bf16` or `fp16` if all floating-point parameters of the model are; `None` otherwise."""
+    kinds = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    return _NAMES.get(kinds.pop()) if len(kinds) == 1 else None
+
+
+def require_agreement(plan: sw.Plan, field: str, value: object, wanted: object, where: str) -> None:
+    """Raise `ConfigError` where a field that the plan sets and an argument of the library contradict each other."""
+    if field in plan.model_fields_set and value != wanted:
+        raise ConfigError(
+            f"The plan says {field} {value} ({plan.origin(field)}), and {where} says {wanted}. Leave {field} out of "
+            f"the plan: {where} counts."
+        )
+
+
+def without(plan: sw.Plan, *fields: str) -> sw.Plan:
+    """The plan without what the library does itself."""
+    kept = {name: getattr(plan, name) for name in plan.model_fields_set if name not in fields}
+    return plan if len(kept) == len(plan.model_fields_set) else sw.load_plan(kept)

@@ -1,0 +1,198 @@
+"""The Trainer of Hugging Face Transformers over our engine: `Trainer(..., shardwise="zero3")`.
+
+Trainer asks its Accelerator for everything that differs between DDP, FSDP and DeepSpeed, so ours is put in its place
+(`shardwise.integrations.accelerate`); what is here are the parts of Trainer that read or write whole models.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.trainer
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import CheckpointError
+from shardwise.integrations.accelerate import Accelerator
+from shardwise.integrations.arguments import refuse_arguments
+from shardwise.integrations.folders import STATE_FOLDER, beside
+from shardwise.integrations.plans import PlanLike, require_agreement, without
+
+_Base: Any = object
+_SCHEDULER = "scheduler.pt"
+
+
+class ShardwiseTrainerMixin(_Base):
+    """In front of any Trainer: `class MyTrainer(ShardwiseTrainerMixin, Seq2SeqTrainer)`.
+
+    `shardwise` is the plan: a preset's name, a file, a dict or a `sw.Plan`. Precision, accumulation, clipping and
+    compiler are those of `TrainingArguments`; a plan that says something else of them is refused. Nothing is moved to a
+    device before the model is sharded, which happens with the first `train()`, `evaluate()` or `predict()`.
+    """
+
+    optimizer: Any
+    default_plan: PlanLike = "zero3"
+    """What counts where `shardwise` is not given."""
+
+    def __init__(self, *args: Any, shardwise: PlanLike | None = None, **kwargs: Any) -> None:
+        self.plan = sw.load_plan(self.default_plan if shardwise is None else shardwise)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def engine(self) -> sw.Engine | None:
+        """The engine of `self.model`, once it is sharded."""
+        engine: sw.Engine | None = self.accelerator.engine_of(self.model)
+        return engine
+
+    # -- the accelerator --------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        refuse_arguments(self.args, self.plan, self.model)
+        require_agreement(
+            self.plan, "accumulate", self.plan.accumulate, self.args.gradient_accumulation_steps,
+            "gradient_accumulation_steps of TrainingArguments",
+        )  # fmt: skip
+        require_agreement(
+            self.plan, "clip_grad_norm", self.plan.clip_grad_norm, self.args.max_grad_norm,
+            "max_grad_norm of TrainingArguments",
+        )  # fmt: skip
+        super().create_accelerator_and_postprocess()
+        plan = without(self.plan, "accumulate", "clip_grad_norm")
+        self.accelerator = Accelerator(plan=plan, **self._accelerator_arguments)
+        self.accelerator.keeps_engines = True
+        self.gather_function = self.accelerator.gather_for_metrics
+        if "use_gather_object" in inspect.signature(self.gather_function).parameters:
+            self.gather_function = functools.partial(
+                self.gather_function, use_gather_object=self.args.eval_use_gather_object
+            )
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_arguments = super()._build_accelerator_args(**kwargs)
+        return dict(self._accelerator_arguments)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The engine does it, part by part."""
+
+    # -- training ---------------------------------------------------------------------------------------
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.release(self.model)
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self.engine is None:
+            return super()._clip_grad_norm(model)
+        return self.engine.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if self.engine is None:
+            return super()._get_grad_norm(model, grad_norm)
+        return self.engine.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if grad_norm is not None and self.control.should_log:
+            grad_norm = float(grad_norm)  # on a GPU nobody has waited for it yet
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self.engine is None and any(param.requires_grad for param in self.model.parameters()):
+            self.create_optimizer()
+            self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        return super().evaluation_loop(*args, **kwargs)
+
+    # -- saving -----------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """See Trainer. All ranks call; rank 0 writes, a unit of the model at a time."""
+        engine = self.engine
+        if engine is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        if hasattr(self.model, "peft_config"):
+            adapters = _adapters(self.model, engine)
+            if self.args.should_save:
+                self._save(str(folder), state_dict=adapters)
+        else:
+            with beside(folder, engine) as draft:
+                engine.save_pretrained(draft, dtype=self.accelerator.dtype_before(self.model))
+            if self.args.should_save:
+                self._save_around(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_around(self, folder: Path) -> None:
+        """What Trainer puts beside weights."""
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        self.engine.save(Path(output_dir) / STATE_FOLDER)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+
+    # -- resuming ---------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():  # else the engine reads it, each rank its part
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.engine is None or checkpoint is None or not (Path(checkpoint) / STATE_FOLDER).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._resume_engine(self.engine, checkpoint)
+        scheduler = Path(checkpoint) / _SCHEDULER
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, map_location="cpu", weights_only=True))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self.engine is None or not (Path(best) / STATE_FOLDER).is_dir():
+            super()._load_best_model()
+            return
+        self._resume_engine(self.engine, best)
+
+    def _resume_engine(self, engine: sw.Engine, checkpoint: str) -> None:
+        if engine.resume(Path(checkpoint) / STATE_FOLDER) is None:
+            raise CheckpointError(f"{checkpoint}/{STATE_FOLDER} has no checkpoint; was saving cut short? Take another.")
+
+
+def _adapters(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]:
+    """Whole tensors of what `peft` saves: adapters, and modules that are trained beside them. All ranks call."""
+    from peft import get_peft_model_state_dict
+
+    names = list(model.state_dict(keep_vars=True))
+    marks = {name: torch.empty(0) for name in names}
+    chosen = set()
+    for adapter in model.peft_config:
+        found = get_peft_model_state_dict(model, state_dict=dict(marks), adapter_name=adapter)
+        chosen |= {id(value) for value in found.values()}
+    kept = {}
+    for name in names:
+        if id(marks[name]) in chosen:
+            value = engine.get(name)
+            if value is not None:
+                kept[name] = value.cpu()
+    return kept
+
+
+def sharded(trainer: type) -> type:
+    """A Trainer class with the mixin in front of it."""
+    if issubclass(trainer, ShardwiseTrainerMixin):
+        return trainer
+    return type(
+        trainer.__name__, (ShardwiseTrainerMixin, trainer), {"__doc__": trainer.__doc__, "__module__": __name__}
+    )
+
+
+Trainer = sharded(transformers.trainer.Trainer)

@@ -1,0 +1,22 @@
+"""What ranks of these tests come to import, for `rank_processes`: once, in the process that they are forked from."""
+
+import importlib
+import importlib.util
+
+NAMES = [
+    "torchvision_operators",  # what is imported later may import torchvision
+    "torch._dynamo",  # a first backward under hooks imports it
+    "accelerate",
+    "peft",
+    "transformers.trainer_seq2seq",
+    "transformers.models.bart.modeling_bart",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "shardwise.data",
+    "shardwise.engine",
+    "shardwise.integrations.transformers",
+]
+if importlib.util.find_spec("trl") is not None:
+    NAMES += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"]
+for name in NAMES:
+    importlib.import_module(name)

@@ -1,0 +1,136 @@
+"""Transformers' Trainer over our engine, beside its own: same losses, norms, evaluations, parameters, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_jobs as jobs
+from rank_processes import begin, on_ranks
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+Run = dict[str, Any]
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def assert_same(ours: Run, plain: Run, **bounds: float) -> None:
+    bounds = bounds or CLOSE
+    for name in ("losses", "norms", "rates", "evaluations"):
+        assert len(ours[name]) == len(plain[name]), name
+        torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(plain[name]), **bounds, msg=name)
+    assert ours["state"].keys() == plain["state"].keys()
+    for name, value in plain["state"].items():
+        torch.testing.assert_close(torch.tensor(ours["state"][name]), torch.tensor(value), **bounds, msg=name)
+
+
+def test_a_run_is_that_of_ddp_and_of_one_process() -> None:
+    """Tens of steps, with accumulation over rows of which different numbers of tokens count, and clipping."""
+    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.7, "max_steps": 20, "eval_strategy": "steps"}
+    settings |= {"eval_steps": 7, "lr_scheduler_type": "cosine", "warmup_steps": 3}
+    alone = begin(1, jobs.race, ["zero3", None], "gpt2", **settings, per_device_train_batch_size=4)
+    plain, *ours = on_ranks(2, jobs.race, [None, "zero3", "zero1", "ddp"], "gpt2", **settings)[0]
+    assert len(plain["losses"]) == 20
+    assert any(norm > 0.7 for norm in plain["norms"])
+    for run in (*ours, *alone()[0]):
+        assert_same(run, plain | {"evaluations": run["evaluations"]})
+    for run in ours:
+        assert_same(run, plain)
+
+
+def test_callbacks_and_the_users_optimizer() -> None:
+    plain, ours = on_ranks(2, jobs.with_callbacks, None)[0], on_ranks(2, jobs.with_callbacks, {"preset": "zero2"})[0]
+    assert_same(ours, plain)
+    assert ours["seen"][1:] == plain["seen"]  # ours was evaluated by the same Trainer before
+    for name in ("gradients", "before", "predictions", "test_loss"):
+        torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(plain[name]), **CLOSE)
+
+
+def test_resumed_at_the_same_and_at_another_world_size(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    plain = begin(
+        2, jobs.race, [None], "gpt2", **{**jobs.SAVING, "save_strategy": "no", "load_best_model_at_end": False}
+    )
+    whole = on_ranks(2, jobs.saved, "zero3", "gpt2", folder)[0]
+    assert_same({**whole, "state": {}, "evaluations": whole["evaluations"][:3]}, {**plain()[0][0], "state": {}})
+    assert whole["bests_loss"] == pytest.approx(min(whole["evaluations"]), abs=1e-5)
+    checkpoint = tmp_path / "checkpoint-2"
+    assert {"config.json", "model.safetensors", "trainer_state.json", "scheduler.pt", "shardwise"} <= {
+        path.name for path in checkpoint.iterdir()
+    }
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    for name, value in final.state_dict().items():
+        torch.testing.assert_close(value, torch.tensor(whole["state"][name]), rtol=0, atol=0)
+    again = {"load_best_model_at_end": False, "save_strategy": "no"}
+    shrunk = begin(1, jobs.resumed, "zero1", "gpt2", folder, str(checkpoint), per_device_train_batch_size=4, **again)
+    same = on_ranks(2, jobs.resumed, "zero2", "gpt2", folder, str(checkpoint), eval_on_start=True, **again)[0]
+    for run in (same, shrunk()[0]):
+        assert run["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+        assert run["norms"] == pytest.approx(whole["norms"], abs=1e-5)
+        assert run["rates"] == pytest.approx(whole["rates"])
+
+
+def test_adapters(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    plain = begin(2, jobs.tuned, None, str(tmp_path / "plain"))
+    ours = on_ranks(2, jobs.tuned, "zero3", str(tmp_path / "ours"))[0]
+    expected = plain()[0]
+    assert_same(ours, expected)
+    assert_same(ours["resumed"], ours)
+    names = {path.name for path in (tmp_path / "ours" / "final").iterdir()}
+    assert {path.name for path in (tmp_path / "plain" / "final").iterdir()} == names
+    files = [load_file(tmp_path / who / "final" / "adapter_model.safetensors") for who in ("plain", "ours")]
+    assert files[0].keys() == files[1].keys()
+    for name, value in files[0].items():
+        torch.testing.assert_close(files[1][name], value, **CLOSE)
+
+
+def test_generation_in_evaluation() -> None:
+    plain = begin(2, jobs.generated, None)
+    ours = on_ranks(2, jobs.generated, "zero3")[0]
+    expected = plain()[0]
+    assert_same(ours, expected)
+    assert ours["generated"] == expected["generated"]
+    assert ours["generated"]
+
+
+@pytest.mark.parametrize("settings", [{"bf16": True}, {"optim": "sgd", "torch_compile_backend": "aot_eager"}])
+def test_other_arguments(settings: dict[str, Any]) -> None:
+    plain, ours = on_ranks(
+        2, jobs.race, [None if "bf16" in settings else "ddp", "zero3"], "llama", **settings, max_steps=5
+    )[0]
+    if "bf16" in settings:
+        assert ours["losses"] == pytest.approx(plain["losses"], rel=2e-3)
+        assert ours["losses"] != plain["losses"]
+    else:
+        assert_same(ours, plain)
+
+
+REFUSED = {
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "zero3", "on the rank that ran out of memory"),
+    "bf16_full_eval": ({"bf16_full_eval": True}, "zero3", "bf16_full_eval casts the model"),
+    "layerwise": ({"optim": "lomo"}, "zero3", "optim=lomo updates parameters inside of the backward"),
+    "accumulation": ({}, {"preset": "zero3", "accumulate": 4}, "accumulate 4 .* says 1"),
+    "clipping": ({}, {"preset": "zero3", "clip_grad_norm": 0.5}, "clip_grad_norm 0.5 .* says 1.0"),
+    "axes": ({}, {"preset": "zero3", "mesh": {"dp": 1, "tp": 2}}, "mesh has tp, and Trainer"),
+    "precision": ({"bf16": True}, {"preset": "zero3", "precision": "fp16"}, "precision fp16, and .* asked for bf16"),
+    "compiler": (
+        {"torch_compile_backend": "aot_eager"},
+        {"preset": "zero3", "compile": "inductor"},
+        "compile inductor, and .* asked for aot_eager",
+    ),
+    "no preset": ({}, "zero5", "no preset 'zero5'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_a_sentence(case: str) -> None:
+    settings, plan, sentence = REFUSED[case]
+    with pytest.raises(RuntimeError, match=f"(?s)(ConfigError|PlacementError).*{sentence}"):
+        on_ranks(1, refused, plan, settings)
+
+
+def refused(plan: Any, settings: dict[str, Any]) -> None:
+    jobs.make(plan, "llama", **settings).evaluate()

@@ -1,0 +1,215 @@
+"""What ranks of the Trainer's tests do."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
+import transformers
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+VOCABULARY, LENGTH = 61, 12
+Rows = list[dict[str, torch.Tensor]]
+
+
+def rows(count: int, seed: int = 0) -> Rows:
+    """Token ids; of each row another number of labels counts."""
+    draw = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(count):
+        ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=draw)
+        labels = ids.clone()
+        labels[: (index * 5) % (LENGTH - 2)] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def gpt2() -> nn.Module:
+    """Embedding and head are tied."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, vocab_size=VOCABULARY, n_positions=32, bos_token_id=0, eos_token_id=0,
+        pad_token_id=0, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=VOCABULARY, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama}
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True, "report_to": [],
+    "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 3e-3, "max_steps": 12, "seed": 3,
+}  # fmt: skip
+
+
+def told(trainer: Any, engine: Any) -> dict[str, Any]:
+    """Losses, norms and evaluations of a run, and the model at its end."""
+    logs = trainer.state.log_history
+    state = trainer.model.state_dict() if engine is None else engine.state_dict()
+    return {
+        "losses": [log["loss"] for log in logs if "loss" in log],
+        "norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
+        "rates": [log["learning_rate"] for log in logs if "learning_rate" in log],
+        "evaluations": [log["eval_loss"] for log in logs if "eval_loss" in log],
+        "state": {name: value.tolist() for name, value in state.items()},
+    }
+
+
+def make(plan: Any, model: str | nn.Module, folder: str | None = None, **settings: Any) -> Any:
+    """A Trainer by `plan`, or Transformers' own without one."""
+    from shardwise.integrations.transformers import Trainer
+
+    extra = {name: settings.pop(name) for name in ("callbacks", "compute_metrics", "optimizers") if name in settings}
+    arguments = TrainingArguments(folder or tempfile.mkdtemp(), **{**DEFAULTS, **settings})
+    given = {"args": arguments, "train_dataset": rows(64), "eval_dataset": rows(7, seed=1), **extra}
+    whole = MODELS[model]() if isinstance(model, str) else model
+    if plan is None:
+        return transformers.Trainer(whole, **given)
+    return Trainer(whole, shardwise=plan, **given)
+
+
+def race(plans: list[Any], model: str, **settings: Any) -> list[dict[str, Any]]:
+    """The same run by each of the plans, one after the other; `None` is Transformers' own Trainer."""
+    runs = []
+    for plan in plans:
+        trainer = make(plan, model, **settings)
+        trainer.train()
+        runs.append(told(trainer, getattr(trainer, "engine", None)))
+        if plan is not None:
+            trainer.accelerator.release()
+    return runs
+
+
+class Watching(transformers.TrainerCallback):
+    """Notes what it is called with, and ends the run early."""
+
+    def __init__(self, stop_at: int) -> None:
+        self.stop_at = stop_at
+        self.seen: list[str] = []
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.seen.append("pre-step")
+        self.norms.append(float(next(given["model"].parameters()).grad.norm()))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen.append("step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.stop_at
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        self.seen.append(f"evaluate {metrics['eval_loss']:.4f}")
+
+
+def with_callbacks(plan: Any) -> dict[str, Any]:
+    """Evaluated before it is trained, stopped by a callback, trained on, with the user's optimizer and scheduler."""
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    watching = Watching(stop_at=3)
+    trainer = make(
+        plan, model, callbacks=[watching], optimizers=(optimizer, scheduler), eval_strategy="steps", eval_steps=2,
+        max_grad_norm=0.0, per_device_train_batch_size=3,
+    )  # fmt: skip
+    # Trainer's own leaves out DDP in a train() that comes after an evaluate(), and each rank trains alone
+    before = (make(None, llama()) if plan is None else trainer).evaluate()["eval_loss"]
+    trainer.train()
+    watching.stop_at = 6
+    trainer.train()
+    after = trainer.predict(rows(5, seed=2))
+    found = told(trainer, getattr(trainer, "engine", None))
+    return found | {
+        "seen": watching.seen, "gradients": watching.norms, "before": before, "predictions": after.predictions.tolist(),
+        "test_loss": after.metrics["test_loss"],
+    }  # fmt: skip
+
+
+SAVING: dict[str, Any] = {
+    "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
+    "save_steps": 2, "load_best_model_at_end": True, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 6,
+}  # fmt: skip
+
+
+def saved(plan: Any, model: str, folder: str, **settings: Any) -> dict[str, Any]:
+    """A whole run with checkpoints, and its best model at the end."""
+    trainer = make(plan, model, folder, **{**SAVING, **settings})
+    trainer.train()
+    trainer.save_model(f"{folder}/final")
+    best = trainer.state.best_model_checkpoint
+    return told(trainer, trainer.engine) | {"best": best, "bests_loss": trainer.evaluate()["eval_loss"]}
+
+
+def resumed(plan: Any, model: str, folder: str, checkpoint: str, **settings: Any) -> dict[str, Any]:
+    """The rest of that run from one of its checkpoints, with a model of other values, evaluated before."""
+    other = MODELS[model]()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(1.0)
+    trainer = make(plan, other, folder, **{**SAVING, **settings})
+    if settings.get("eval_on_start"):
+        trainer.evaluate()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return told(trainer, trainer.engine)
+
+
+def tuned(plan: Any, folder: str) -> dict[str, Any]:
+    """LoRA, saved and resumed."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> nn.Module:
+        base = llama()
+        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], lora_dropout=0.0)
+        return get_peft_model(base, config)
+
+    settings = {**SAVING, "load_best_model_at_end": False, "save_steps": 3, "activation_checkpointing": True}
+    trainer = make(plan, adapted(), folder, **settings)
+    trainer.train()
+    trainer.save_model(f"{folder}/final")
+    found = told(trainer, getattr(trainer, "engine", None))
+    again = make(plan, adapted(), folder, **settings)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return found | {"resumed": told(again, getattr(again, "engine", None))}
+
+
+def generated(plan: Any) -> dict[str, Any]:
+    """An encoder and decoder that is trained, and evaluated by what it generates; ranks generate other lengths."""
+    from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from shardwise.integrations.transformers import ShardwiseTrainerMixin
+
+    class Ours(ShardwiseTrainerMixin, Seq2SeqTrainer):
+        pass
+
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32, dropout=0.0,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+    )  # fmt: skip
+    model = BartForConditionalGeneration(config)
+    arguments = Seq2SeqTrainingArguments(
+        tempfile.mkdtemp(), **{**DEFAULTS, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 3},
+        predict_with_generate=True, generation_max_length=9,
+    )  # fmt: skip
+    seen = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions.tolist())
+        return {"mean": float(prediction.predictions.mean())}
+
+    given = {"args": arguments, "train_dataset": rows(24), "eval_dataset": rows(6, seed=1), "compute_metrics": metrics}
+    trainer = Seq2SeqTrainer(model, **given) if plan is None else Ours(model, shardwise=plan, **given)
+    trainer.train()
+    return told(trainer, getattr(trainer, "engine", None)) | {"generated": seen}
