@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds",
         type=_positive,
         metavar="N",
-        help="of peers, growth and tiers: how often each runs (default: 3; tiers 5)",
+        help="of peers, growth and tiers: how often each runs (default: 3)",
     )
     saves = parser.add_argument_group("checkpoint and tiers")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")

@@ -282,11 +282,8 @@ def _show_engines(race: dict[str, Any], console: Console) -> None:
     rows = [["states of a step, ours", f"{format_bytes(ours)}"], ["dd", f"{format_bytes(race['dd_bytes_per_second'])}"]]
     rows.append(["ours over dd", f"{ours / race['dd_bytes_per_second']:.2f}"])
     show_figures("disk in a step of shardwise-infinity, read and written", ["what", "/s"], rows, console)
-    for title, found in (
-        ("AdamW", race["disk"][0]),
-        ("NAdam, tensor by tensor: longer than the disk", race["slow"][0]),
-    ):
-        told = f"{median(found['hidden']):.0%} of the disk's time hidden by {median(found['update_seconds']):.2f} s of updates"
-        console.print(f"\nrank 0's update with {title}: {told}", markup=False)
+    for title, found in (("AdamW", race["disk"][0]), ("NAdam, tensor by tensor", race["slow"][0])):
+        hidden, seconds = median(found["hidden"]), median(found["update_seconds"])
+        console.print(f"\nrank 0, {title}: {hidden:.0%} of the disk's time hidden by {seconds:.2f} s of updates")
         for line in found["picture"]:
             console.print(line, markup=False, soft_wrap=True)
