@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds",
         type=_positive,
         metavar="N",
-        help="of peers, growth, tiers and generation: how often each runs (default: 3; tiers, generation 5)",
+        help="of peers, growth, tiers and generation: how often each runs (default: 3; generation 5)",
     )
     saves = parser.add_argument_group("checkpoint, tiers and generation")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")
