@@ -53,6 +53,7 @@ REFUSED = {
     "accumulation": "accumulate 2 .* says 1",
     "axes": "mesh has pp, and Accelerate",
     "spread": "SGD has parameters of Linear and others",
+    "strange state": "was saved without an engine",
     "alone": "Linear was prepared without its optimizer",
 }
 

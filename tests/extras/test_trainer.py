@@ -110,6 +110,20 @@ def test_other_arguments(settings: dict[str, Any]) -> None:
         assert_same(ours, plain)
 
 
+def test_checkpoints_of_others_and_models_without_values(tmp_path: Path) -> None:
+    plain, *ours = on_ranks(1, jobs.from_elsewhere, str(tmp_path))[0]
+    for run in ours:
+        assert_same(run, plain)
+
+
+def test_steps_that_overflow_are_left_out() -> None:
+    """And the scheduler waits for those that are taken."""
+    good, bad = on_ranks(1, jobs.in_half, 1024.0)[0], on_ranks(1, jobs.in_half, 1e9)[0]
+    assert (good["precision"], good["taken"], bad["taken"]) == ("fp16", 4, 0)
+    assert good["rates"] == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
+    assert bad["rates"] == [3e-3] * 4
+
+
 REFUSED = {
     "auto_find_batch_size": ({"auto_find_batch_size": True}, "zero3", "on the rank that ran out of memory"),
     "bf16_full_eval": ({"bf16_full_eval": True}, "zero3", "bf16_full_eval casts the model"),

@@ -248,10 +248,14 @@ class Accelerator(PlainAccelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """See accelerate. Folders that accelerate itself has written without an engine are loaded too."""
-        if input_dir is not None and not (Path(input_dir).expanduser() / STATE_FOLDER).is_dir():
-            super().load_state(input_dir, load_kwargs, **kwargs)
-            return
+        """See accelerate. Raises `ConfigError` for a folder that was written without an engine."""
+        if self._engines and input_dir is not None:
+            folder = Path(input_dir).expanduser()
+            if folder.is_dir() and not (folder / STATE_FOLDER).is_dir():
+                raise ConfigError(
+                    f"{folder} was saved without an engine: it has no {STATE_FOLDER}/. Load its weights into the model "
+                    f"before prepare(), and its optimizer by optimizer.load_state_dict()."
+                )
         with self._plain_rest():
             hook = self.register_load_state_pre_hook(self._load_engines)
             try:
