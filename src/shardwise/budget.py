@@ -1,24 +1,26 @@
 """The least offload with which a model fits the memory that a plan allows: found before anything is changed.
 
 First states and update of as few units as need be go to the host; if that is not enough, what rests of parameters, too.
-Where the host has no room for all of it, states of as few units as need be go on to a disk.
+Where the host has no room for all of it, states of as few units as need be go on to a disk; if that is not enough, what
+rests of parameters, too, where a rank has the same range of both.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from shardwise.config import Offload, Plan
-from shardwise.cuts import Boxes, boxes_for, rows_for, split_of
+from shardwise.cuts import boxes_for, rows_for, split_of
 from shardwise.errors import ConfigError
 from shardwise.experts import ExpertSplit, expert_split
 from shardwise.mesh import Mesh
 from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
-from shardwise.placement import check_offload
+from shardwise.placement import check_offload, table_for
 from shardwise.program import NUM_DISK_BUFFERS, Footprint, UnitSpec, Update, disk_bytes, plan_step, straight_trace
 from shardwise.storage import UnitChoice, choose_units, trained_numel, unit_spec
 from shardwise.units import format_bytes
@@ -32,14 +34,6 @@ class Ranks:
     on_cpu: bool
     num_local: int
     host_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Known:
-    """What a live model has been cut into: the parts of its parameters, and its experts."""
-
-    boxes: Boxes
-    experts: ExpertSplit | None
 
 
 @dataclass(frozen=True)
@@ -67,41 +61,40 @@ def within_budget(
     ranks: Ranks,
     updates: Mapping[nn.Parameter, Update] | None = None,
     states_per_param: int = 0,
-    known: Known | None = None,
+    *,
+    is_live: bool = False,
 ) -> Fitted:
     """`plan` with, in the place of its `budget`, the least `offload` that fits; as it is, if it has none. The same on
     all ranks.
 
-    `updates` says how an optimizer updates each parameter; without it, it keeps `states_per_param` for each. `known` is
-    what a model has been cut into that is live. Raises `ConfigError`, with figures, if nothing fits.
+    `updates` says how an optimizer updates each parameter; without it, it keeps `states_per_param` for each. `is_live`:
+    the model is sharded already. Raises `ConfigError`, with figures, if nothing fits.
     """
     if not _is_meant(plan, mesh, ranks):
         return Fitted(plan)
-    search = _Search(model, plan, mesh, ranks, updates, states_per_param, known)
+    if is_live and (mesh.has_experts or mesh.same_params_axes):
+        raise ConfigError(
+            f"A model that is live and split ({mesh}) has other parts on each rank, of which a budget knows one. Say "
+            f"offload for reshard(), or give the budget to shard()."
+        )
+    search = _Search(model, plan, mesh, ranks, updates, states_per_param)
     found = search.least_off_device()
     found = search.least_on_disk(found)
     return Fitted(plan.with_offload(found), search.said(found))
 
 
-def choices_by_place(
-    model: nn.Module, plan: Plan, mesh: Mesh, known: Known | None = None
-) -> tuple[list[list[UnitChoice]], ExpertSplit | None]:
+def choices_by_place(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[list[UnitChoice]], ExpertSplit | None]:
     """The units of each place along the pipeline (of one, without any), and the experts' split. Along other axes they
     are those of the first rank, which has no less than any other."""
-    experts = expert_split(model, plan, mesh, 0) if known is None else known.experts
-    boxes = (
-        known.boxes
-        if known is not None
-        else boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
-    )
-    units = choose_units(model, plan, None if known is None else known.boxes)
-    choices = [replace(choice, boxes=boxes) for choice in units]
+    experts = expert_split(model, plan, mesh, 0)
+    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
+    choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
     if not has_pipeline(mesh):
         return [choices], experts
     return [of_params(choices, params) for params in params_by_place(model, stage_layout(model, plan, mesh))], experts
 
 
-def of_params(choices: Sequence[UnitChoice], params: set[nn.Parameter]) -> list[UnitChoice]:
+def of_params(choices: Sequence[UnitChoice], params: Collection[torch.Tensor]) -> list[UnitChoice]:
     """What of the units has `params`."""
     own = [
         replace(one, params={name: param for name, param in one.params.items() if param in params}) for one in choices
@@ -109,13 +102,9 @@ def of_params(choices: Sequence[UnitChoice], params: set[nn.Parameter]) -> list[
     return [one for one in own if one.params]
 
 
-def params_by_place(model: nn.Module, layout: StageLayout) -> list[set[nn.Parameter]]:
+def params_by_place(model: nn.Module, layout: StageLayout) -> list[set[torch.Tensor]]:
     """By place along the pipeline."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    return [
-        {param for stage in layout.at(place) for name in layout.stages[stage] for param in modules[name].parameters()}
-        for place in range(layout.num_ranks)
-    ]
+    return [layout.params_at(model, place) for place in range(layout.num_ranks)]
 
 
 def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:
@@ -155,15 +144,13 @@ class _Search:
         ranks: Ranks,
         updates: Mapping[nn.Parameter, Update] | None,
         states_per_param: int,
-        known: Known | None,
     ) -> None:
         self._model, self._plan, self._mesh, self._ranks = model, plan, mesh, ranks
         self._updates, self._states_per_param = updates, states_per_param
-        self._places, self._experts = choices_by_place(model, plan, mesh, known)
-        cut = None if known is None else known.boxes
-        self._units = choose_units(model, plan, cut)
+        self._places, self._experts = choices_by_place(model, plan, mesh)
+        self._units = choose_units(model, plan)
         self._held: dict[Offload, _Held] = {}
-        trained = [(unit.name, trained_numel(unit, cut)) for unit in self._units]
+        trained = [(unit.name, trained_numel(unit)) for unit in self._units]
         self._names = [name for name, size in reversed(trained) if size]
         """Of units that are trained, the last one first: the order in which they leave the device."""
         self._shares, together, numel = [], 0, sum(size for _, size in trained)
@@ -190,16 +177,25 @@ class _Search:
         )
 
     def least_on_disk(self, found: Offload) -> Offload:
-        """`found`, with states of as few units on the disk as leaves room on the host for the rest."""
+        """`found`, with states of as few units on the disk as leaves room on the host for the rest, and then what rests
+        of their parameters."""
         budget, taken = self._plan.budget, self.holds(found).on_host
         if budget.host is None or taken <= budget.host:
             return found
-        choices = [_with_on_disk(found, share) for share in self._shares if share <= found.optim]
-        if budget.disk is not None:
-            for choice, foreseen in zip(choices, self._on_host_beside_disk(found), strict=False):
-                if foreseen <= budget.host and self.holds(choice).on_host <= budget.host:
+        if budget.disk is None:
+            raise self._too_much_for_host(found, [])
+        choices = [_on_disk(found, share) for share in self._shares if share <= found.optim]
+        for choice, foreseen in zip(choices, self._on_host_beside_disk(found), strict=False):
+            if foreseen <= budget.host and self.holds(choice).on_host <= budget.host:
+                return choice
+        table = table_for(self._plan, self._mesh).on(self._mesh)
+        if table.param.shard == table.optim.shard:
+            with_params = [_on_disk(found, found.optim, share) for share in self._shares if share <= found.param]
+            choices += with_params
+            for choice in with_params:
+                if self.holds(choice).on_host <= budget.host:
                     return choice
-        raise self._too_much_for_host(found, choices if budget.disk is not None else [])
+        raise self._too_much_for_host(found, choices)
 
     def holds(self, offload: Offload) -> _Held:
         """Of the ranks of a host, as far as their places along a pipeline differ."""
@@ -211,7 +207,7 @@ class _Search:
                 num = self._plan.accumulate
                 prints.append(step.footprint(states_per_param=self._states_per_param, num_micro_batches=num))
             on_host = self._of_host([one.host.total if one.host is not None else 0 for one in prints])
-            on_disk = self._of_host([one.disk.optim if one.disk is not None else 0 for one in prints])
+            on_disk = self._of_host([one.disk.total if one.disk is not None else 0 for one in prints])
             self._held[offload] = _Held(max(prints, key=lambda one: one.total), on_host, on_disk)
         return self._held[offload]
 
@@ -230,7 +226,7 @@ class _Search:
             shared = f" to its {self._ranks.num_local} ranks" if self._ranks.num_local > 1 else ""
             why = f"a host holds {format_bytes(held.on_host)}{of}{shared}"
             if found.optim_disk:
-                beside = self.holds(_with_on_disk(found, 0.0)).on_host
+                beside = self.holds(_on_disk(found, 0.0)).on_host
                 why += f", and would hold {format_bytes(beside)} without the disk"
             lines.append(f"  {why}")
         if held.on_disk:
@@ -241,15 +237,22 @@ class _Search:
         if found == Offload():
             return "nothing has to leave the device"
         num = len(self._names)
-        num_updated, num_on_disk, num_resting = (
-            sum(one <= share for one in self._shares) for share in (found.optim, found.optim_disk, found.param)
+        shares = (found.optim, found.optim_disk, found.param, found.param_disk)
+        num_updated, num_on_disk, num_resting, num_below = (
+            sum(one <= share for one in self._shares) for share in shares
         )
         said = f"gradients, states and update of {_of_units(self._names, num_updated, num)} are on the host"
         if num_on_disk:
             said += f"; the states of {_of_units(self._names, num_on_disk, num)} on a disk"
         if num_resting:
             said += f"; parameters of {_of_units(self._names, num_resting, num)} rest on the host"
+        if num_below:
+            said += f", but those of {_of_units(self._names, num_below, num)} on the disk"
         return said
+
+    def _count(self, share: float) -> int:
+        """Units that a share takes."""
+        return sum(one <= share for one in self._shares)
 
     def _specs(self, offload: Offload) -> list[tuple[UnitSpec, ...]]:
         """The units of each place along the pipeline."""
@@ -268,18 +271,25 @@ class _Search:
 
     def _on_host_beside_disk(self, found: Offload) -> list[int]:
         """What a host would hold, to a few pages, with the states of so many units on the disk: of one, of two ..."""
-        specs = self._specs(found)
-        resting = self.holds(found).on_host
-        foreseen = []
+        before, after = self._specs(found), self._specs(_on_disk(found, found.optim))
+        resting, foreseen = self.holds(found).on_host, []
         for count in range(1, len(self._names) + 1):
             there = set(self._names[:count])
-            saved = []
-            for units in specs:
-                flats = [flat for unit in units if unit.name in there for flat in unit.flats if flat.updates_below]
-                files = [disk_bytes(flat, None, self._states_per_param) for flat in flats]
-                saved.append(sum(files) - min(NUM_DISK_BUFFERS, len(files)) * max(files, default=0))
+            saved = [self._saved(*units, there) for units in zip(before, after, strict=True)]
             foreseen.append(resting - self._of_host(saved))
         return foreseen
+
+    def _saved(self, units: Sequence[UnitSpec], moved: Sequence[UnitSpec], there: Collection[str]) -> int:
+        """Bytes of a rank's host that are free with the states of the units `there` on the disk, where `moved` says
+        how large their files are."""
+        files, left = [], 0
+        for unit, same in zip(units, moved, strict=True):
+            for flat, of_disk in zip(unit.flats, same.flats, strict=True) if unit.name in there else ():
+                if of_disk.updates_from_disk:
+                    files.append(disk_bytes(of_disk, None, self._states_per_param))
+                    optim = flat.table.optim
+                    left += flat.num_bytes(optim.shard, optim.dtype) if flat.master_is_param else 0
+        return sum(files) - left - min(NUM_DISK_BUFFERS, len(files)) * max(files, default=0)
 
     def _too_much_for_host(self, found: Offload, choices: Sequence[Offload]) -> ConfigError:
         budget, num_local = self._plan.budget, self._ranks.num_local
@@ -306,9 +316,9 @@ class _Search:
         return f"The largest unit is {largest.name}, with {numel:,} parameters"
 
 
-def _with_on_disk(offload: Offload, on_disk: float) -> Offload:
-    """The same with another share of states on a disk."""
-    return offload.model_copy(update={"optim_disk": on_disk})
+def _on_disk(offload: Offload, states: float, params: float = 0.0) -> Offload:
+    """The same with other shares of states and of parameters on a disk."""
+    return offload.model_copy(update={"optim_disk": states, "param_disk": params})
 
 
 def _of_units(names: Sequence[str], count: int, num: int) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from torch import nn
 
 from shardwise.activations import Treatments
 from shardwise.config import Plan
 from shardwise.errors import ConfigError
+from shardwise.experts import loaded
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.program.schedule import picture, timed
@@ -105,12 +108,19 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     )
 
 
-def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footprint:
+def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
     """What a step on `batch` will hold on this rank, activations included."""
+
+    @contextmanager
+    def around(twin: nn.Module) -> Iterator[None]:
+        with loaded(twin, expert_load), ExitStack() as stack:
+            if sharded.sequence is not None:
+                stack.enter_context(sharded.sequence.rehearsed(twin))
+            yield
+
     sharding, compute = sharded.sharding, sharded.table.compute
     specs = tuple(unit.spec for unit in sharding.units)
     if sharded.pipeline is None:
-        around = None if sharded.sequence is None else sharded.sequence.rehearsed
         activations = rehearse(
             sharded.model,
             sharding.units,
@@ -124,9 +134,8 @@ def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footpr
         sharded.rehearsed = (activations,)
         return _footprint(sharded, specs, activations)
     _refuse_waiting_gradients(sharded)
-    stages = StageRehearsal(
-        sharded.pipeline.staged, sharding.units, batch, sharding.device, compute, loss, sharding.treatments
-    )
+    staged = sharded.pipeline.staged
+    stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, sharding.treatments, around)
     sharded.rehearsed = tuple(stages.activations(sharded.pipeline.exchange))
     return _footprint(sharded, specs, *sharded.rehearsed)
 

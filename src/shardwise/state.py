@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.access import with_extra_state
-from shardwise.budget import Fitted, Known, within_budget
+from shardwise.budget import within_budget
 from shardwise.checkpoint import (
     Content,
     Entry,
@@ -206,8 +206,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    known = Known(sharded.sharding.boxes, sharded.sharding.experts)
-    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, known=known)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, is_live=True)
     plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
@@ -224,8 +223,9 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
     dealt = _dealt_out(model, sharded.sharding.experts, designed)
+    tell_fitted(fitted, world)
     try:
-        renewed = _moved(sharded, designed, fitted, disk, progress, dealt)
+        renewed = _moved(sharded, designed, fitted.said, disk, progress, dealt)
     except BaseException:
         if disk is not None and disk is not had:
             disk.close()
@@ -241,7 +241,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
 def _moved(
     sharded: ShardedModel,
     designed: Design,
-    fitted: Fitted,
+    fitted: str,
     disk: DiskMemory | None,
     progress: Progress,
     dealt: Sequence[str],
@@ -252,10 +252,9 @@ def _moved(
     optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
     belongings = TrainingState(sharded.flats, sharded.optimizer, world, dealt)
     sharded.take_down()
-    tell_fitted(fitted, world)
     if had_experts is not None:
         had_experts.undo()
-    sharding = replace(designed.carry_out(world, device, updates, disk), fitted=fitted.said)
+    sharding = replace(designed.carry_out(world, device, updates, disk), fitted=fitted)
     belongings.learn_new([flat for unit in sharding.units for flat in unit.flats])
     states: dict[str, dict[str, Any]] = {}
     for unit in sharding.units:

@@ -108,10 +108,12 @@ def tier_time(
     if held.disk is not None:
         disk = None if folder is None else calibration.disk_at(folder)
         bench = f"shardwise bench disk {folder or 'FOLDER'}"
-        num_bytes = held.disk.optim
+        num_bytes = held.disk.total
+        in_passes = num_micro_batches * _read_in_passes(step)
         read = None if disk is None else disk.read_bytes_per_second / num_local
         write = None if disk is None else disk.write_bytes_per_second / num_local
-        work.append(TierWork("read from the disk", "disk", num_bytes, "bytes", _over(num_bytes, read), bench))
+        all_read = num_bytes + in_passes
+        work.append(TierWork("read from the disk", "disk", all_read, "bytes", _over(all_read, read), bench))
         work.append(TierWork("written to the disk", "disk", num_bytes, "bytes", _over(num_bytes, write), bench))
     return TierTime(tuple(one for one in work if one.amount), num_local, calibration.host)
 
@@ -128,6 +130,13 @@ def _copies(evicted: int, fetched: int, calibration: Calibration, num_local: int
         TierWork("to the host", resource, evicted, "bytes", _over(evicted, to), measure),
         TierWork("from the host", resource, fetched, "bytes", _over(fetched, of), measure),
     )
+
+
+def _read_in_passes(step: StepProgram) -> int:
+    """Bytes of parameters that one rank reads from a disk in a forward and backward."""
+    there = {flat.name for unit in step.units for flat in unit.flats if flat.rests_on_disk}
+    actions = (action for block in step.micro_batch for action in block.actions)
+    return sum(one.sent_bytes for one in actions if (one.verb, one.subject) == ("fetch", "param") and one.flat in there)
 
 
 def _updated_numel(step: StepProgram) -> int:

@@ -12,6 +12,8 @@ from rank_processes import begin, on_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.timeout(300)
+
 Run = dict[str, Any]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 

@@ -35,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "floating-point tensors",
     )
     parser.add_argument(
+        "--expert-load",
+        type=float,
+        metavar="F",
+        help="with --batch: how many times an even share of the tokens experts get (default: 1.5); where they have a "
+        "capacity, it is as many as all ranks may send",
+    )
+    parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", help="change one value of the plan; may be repeated"
     )
     parser.add_argument(
@@ -116,5 +123,10 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
     subject = replace(subject, experts=experts, row_numel=row_numel, budget=fitted.said)
     if args.batch is None:
         return plan, subject
-    activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh)
-    return plan, replace(subject, activations=activations, batch=args.batch, activation_bytes=sent_bytes)
+    given = args.expert_load
+    if given is not None and not given >= 1:
+        raise ConfigError(f"--expert-load is {given}; give how many times an even share, at least 1.")
+    load = model_file.EXPERT_LOAD if given is None else given
+    activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh, load)
+    counted = replace(subject, activations=activations, batch=args.batch, activation_bytes=sent_bytes)
+    return plan, replace(counted, expert_load=load)

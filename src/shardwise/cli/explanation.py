@@ -77,6 +77,8 @@ class Subject:
     """Of a pipeline: which rank has which modules."""
     experts: str = ""
     """Which rank along `ep` has which experts."""
+    expert_load: float = 0.0
+    """How many times an even share of the tokens experts were rehearsed to get."""
     row_numel: int = 0
     """Elements that go to experts for one choice of one token, in all layers together."""
     budget: str = ""
@@ -156,10 +158,16 @@ class Explanation:
         if self.subject.row_numel:
             num_bytes = self.subject.row_numel * WIDTH[self.table.compute]
             rows = f"{format_bytes(num_bytes)} in all layers together"
+        counted = ""
+        if self.subject.batch is not None:
+            counted = (
+                f" Experts are counted with {self.subject.expert_load:g} times an even share of the tokens, or, with a "
+                f"capacity, with as many as all ranks may send."
+            )
         return (
             f"Tokens on their way to experts are not in these figures: along {EXPERT_AXIS}, for each token and expert "
             f"that it chose, {rows}, there and back, in forward and in backward; {size - 1}/{size} of it to other "
-            f"ranks where experts are evenly loaded."
+            f"ranks where experts are evenly loaded.{counted}"
         )
 
 
@@ -194,10 +202,12 @@ def said_on_host(flats: Sequence[FlatSpec]) -> str:
     what: dict[Buffer, str] = {"param": "parameters", "grad": "gradients", "master": "update"}
     trained = [flat for flat in flats if flat.trainable] or list(flats)
     on_disk = any(flat.tier_of("master") == "disk" for flat in trained)
+    rests = any(flat.rests_on_disk for flat in trained)
     there = [word for buffer, word in what.items() if any(flat.tier_of(buffer) == "host" for flat in trained)]
     there += ["update"] if on_disk else []
     said = [f"{', '.join(there)} on the host"] if there else []
-    return ", ".join([*said, "states on the disk"] if on_disk else said)
+    below = [word for word, is_there in (("parameters", rests), ("states", on_disk)) if is_there]
+    return ", ".join([*said, f"{' and '.join(below)} on the disk"] if below else said)
 
 
 def stand_in(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None) -> tuple[UnitSpec, ...]:

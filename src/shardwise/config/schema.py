@@ -175,6 +175,9 @@ class Offload(Strict):
     param: float = Field(
         default=0.0, ge=0, le=1, description="share whose parameters rest on the host too; at most that of optim"
     )
+    param_disk: float = Field(
+        default=0.0, ge=0, le=1, description="share whose parameters rest on the disk instead, beside their states"
+    )
 
 
 class Budget(Strict):
@@ -300,7 +303,7 @@ class Plan(Strict):
 
     def with_offload(self, offload: Offload) -> Plan:
         """The same plan with what its budget comes to in the place of that."""
-        uses_disk = offload.optim_disk > 0
+        uses_disk = offload.optim_disk > 0 or offload.param_disk > 0
         disk = self.budget.disk if uses_disk and self.budget.disk is not None else self.disk
         plan = self.model_copy(update={"offload": offload, "budget": Budget(), "disk": disk})
         kept = {path: origin for path, origin in self._origins.items() if not path.startswith("budget")}

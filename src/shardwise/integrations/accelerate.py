@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.accelerator import Accelerator as PlainAccelerator
@@ -23,7 +23,14 @@ import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.integrations.folders import STATE_FOLDER
 from shardwise.integrations.plans import PlanLike, dtype_of, require_agreement, require_data_axes, settled, without
-from shardwise.integrations.preparing import engine_folder, generate_in_step, ids_of, refuse_engines
+from shardwise.integrations.preparing import (
+    engine_folder,
+    generate_in_step,
+    ids_of,
+    refuse_engines,
+    zero_apart,
+    zero_together,
+)
 
 
 class Accelerator(PlainAccelerator):
@@ -41,12 +48,15 @@ class Accelerator(PlainAccelerator):
     _optimizers: list[Any]
     default_plan: PlanLike = "zero3"
     """What counts where `plan` is not given."""
+    num_made: ClassVar[int] = 0
+    """How many there have been in this process."""
 
     def __init__(self, *args: Any, plan: PlanLike | None = None, **kwargs: Any) -> None:
         loaded = sw.load_plan(self.default_plan if plan is None else plan)
         refuse_engines(kwargs)
         require_data_axes(loaded, "Accelerate")
         super().__init__(*args, **kwargs)
+        Accelerator.num_made += 1
         require_agreement(
             loaded, "accumulate", loaded.accumulate, self.gradient_accumulation_steps, "gradient_accumulation_steps"
         )
@@ -161,6 +171,7 @@ class Accelerator(PlainAccelerator):
                 raise ConfigError("In fp16 every engine has a loss scale of its own. Take bf16 for several models.")
             device = None if self.device.type == "cpu" else self.device
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
+            zero_together(model, self._engines[model])
             if self.num_processes > 1:
                 generate_in_step(model)
             if model in self._pending:
@@ -274,6 +285,7 @@ class Accelerator(PlainAccelerator):
     def release(self, *keep: nn.Module) -> None:
         """Close the engines of all models but `keep`. All ranks call. A model's parameters are no longer whole then."""
         for model in [model for model in self._engines if model not in keep]:
+            zero_apart(model)
             self._engines.pop(model).close()
             self._dtypes.pop(model, None)
 

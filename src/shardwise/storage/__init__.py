@@ -5,7 +5,7 @@ from shardwise.storage.disk_folder import open_disk
 from shardwise.storage.disk_memory import DiskMemory, DiskRows
 from shardwise.storage.disk_reads import DiskRead
 from shardwise.storage.dtypes import torch_dtype
-from shardwise.storage.flat import AtRest, Flat, FullState, is_at_rest
+from shardwise.storage.flat import ABSENT, GATHERING, READY, AtRest, Flat, FullState, is_at_rest
 from shardwise.storage.fresh import FreshGradients
 from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.host_memory import Copied, Copy, HostMemory
@@ -17,6 +17,9 @@ from shardwise.storage.tables import LabelledTable, fits, owners_of, tables_for,
 from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
+    "ABSENT",
+    "GATHERING",
+    "READY",
     "AtRest",
     "Copied",
     "Copy",

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import os
-import runpy
 import sys
-from pathlib import Path
 
 from shardwise.integrations.deepspeed.facade import install
+from shardwise.integrations.scripts import run_script
 
 
 def main() -> None:
@@ -18,14 +16,7 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("usage: python -m shardwise.integrations.deepspeed [-m] script.py [its arguments]")
     install()
-    is_module, script = sys.argv[1] == "-m", sys.argv[2 if sys.argv[1] == "-m" else 1]
-    del sys.argv[: 2 if is_module else 1]
-    if is_module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
-    if not os.environ.get("PYTHONSAFEPATH"):
-        sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    run_script(sys.argv[1:])
 
 
 if __name__ == "__main__":
