@@ -174,11 +174,9 @@ def test_everything_that_reads_and_writes_states(
 ) -> None:
     """The same as with states on the host, to the bit: access, checkpoints, state dicts, a change of plan and back.
 
-    Nobody reads or writes states through the mapping of their file, which is made such that whoever did would end this
-    process.
+    Nobody reads or writes a file through its mapping, which is made such that whoever did would end this process.
     """
-    if not rows:
-        monkeypatch.setattr(disk_memory, "mmap", SimpleNamespace(mmap=locked))
+    monkeypatch.setattr(disk_memory, "mmap", SimpleNamespace(mmap=locked))
     found = {}
     for name, first in (("host", "zero3-offload"), ("disk", "infinity")):
         folders = {"disk": str(tmp_path / "scratch"), "rows": rows} if name == "disk" else {}
