@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise import testing
 from shardwise.comm import Collectives, Group, ThreadTransport, link_between
 from shardwise.comm.shm import neighbours
+from shardwise.comm.staging import StagingPool
 from shardwise.errors import ConfigError, FaultError
 from shardwise.mesh import Mesh
 
@@ -227,3 +228,21 @@ def test_a_message_that_never_comes_is_an_error(run_ranks: RunRanks) -> None:
 def test_a_mesh_must_fit() -> None:
     with pytest.raises(ConfigError, match="makes 6 ranks, but the world has 4"):
         Mesh.of({"node": 2, "local": 3}, 4)
+
+
+def test_staging_is_used_again_and_takes_no_memory_meanwhile() -> None:
+    pool = StagingPool()
+    with torch.inference_mode():
+        first = pool.take(3, 5, torch.float32)
+    first.chunks[2].fill_(1.0)  # as a training step would after an evaluation
+    other = pool.take(3, 5, torch.float32)
+    assert other is not first, "two sums may be under way at once"
+    storage = first.chunks[0].untyped_storage()
+    pool.give_back(first)
+    assert storage.nbytes() == 0
+    assert pool.take(3, 5, torch.bfloat16) is not first
+    assert pool.take(3, 5, torch.float32) is first
+    assert storage.nbytes() == 3 * 5 * 4
+    for number in range(1000):  # of activations, say
+        pool.give_back(pool.take(1, number, torch.float32))
+    assert pool._num_unused <= 256
