@@ -63,6 +63,24 @@ def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
     return str(stage_layout(model, plan, mesh)) if has_pipeline(mesh) else ""
 
 
+def places_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Where along a pipeline the units of `units_of` lie, and for each the stages that use it; (0, ()) without one."""
+    if not has_pipeline(mesh):
+        return 0, ()
+    layout, modules = stage_layout(model, plan, mesh), dict(model.named_modules(remove_duplicate=False))
+    place = _largest(model, layout)
+    own = {
+        stage: {param for name in layout.stages[stage] for param in modules[name].parameters()}
+        for stage in layout.at(place)
+    }
+    rows = _rows(model, plan, mesh)
+    choices = [choice for choice in _choices(model, plan, mesh) if unit_spec(choice, rows, mesh).flats]
+    return place, tuple(
+        tuple(stage for stage, params in own.items() if any(param in params for param in choice.params.values()))
+        for choice in choices
+    )
+
+
 def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
     """Units as rank 0 has them, which has no less than any other; under a pipeline, as the one with most parameters."""
     experts = expert_split(model, plan, mesh, 0)
@@ -126,9 +144,7 @@ class _CountsAnew:
         return type(self._model).forward(self._model, *args, **kwargs)
 
 
-def activations_of(
-    model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh
-) -> tuple[tuple[Activations, ...], int]:
+def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh) -> tuple[Activations, int]:
     """What `model` holds in a forward and backward on the batch that `FILE:CALLABLE` returns, and the bytes that it
     sends there along model axes; under a pipeline what each stage of the rank with most parameters holds.
 
@@ -159,7 +175,7 @@ def activations_of(
     activations = rehearse(
         model, units, batch, device=device, compute=table.compute, around=around, treatments=treatments
     )
-    return (activations,), sum(ledger.sent_bytes.values())
+    return activations, sum(ledger.sent_bytes.values())
 
 
 def _made(choices: list[UnitChoice], model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> list[Unit]:
@@ -169,12 +185,10 @@ def _made(choices: list[UnitChoice], model: nn.Module, plan: Plan, mesh: Mesh, d
     return [unit for unit in units if unit.flats]
 
 
-def _of_stages(model: nn.Module, batch: object, plan: Plan, table: Table, mesh: Mesh) -> tuple[Activations, ...]:
-    """Of the rank with most parameters, stage by stage; those of other ranks tell what they hand over."""
+def _of_stages(model: nn.Module, batch: object, plan: Plan, table: Table, mesh: Mesh) -> Activations:
+    """Of the rank with most parameters; stages of other ranks tell what they hand over."""
     if AXIS in mesh.axes and mesh.size(AXIS) > 1:
         raise ConfigError(f"--batch counts pipeline stages that are not cut along {AXIS!r}. Leave it out.")
-    if plan.pipeline.schedule == "zb-h1" and table.grad.shard:
-        raise ConfigError("--batch does not count gradients that wait whole under zb-h1. Take 1f1b, or leave it out.")
     layout, device = stage_layout(model, plan, mesh), _device()
     rehearsals = []
     for place in range(layout.num_ranks):
@@ -188,7 +202,7 @@ def _of_stages(model: nn.Module, batch: object, plan: Plan, table: Table, mesh: 
     arrived = None
     for stage in range(len(layout.stages)):
         arrived = rehearsals[layout.place_of(stage)].go_through(stage, arrived)
-    return tuple(rehearsals[_largest(model, layout)].together())
+    return rehearsals[_largest(model, layout)].together()
 
 
 def _device() -> torch.device:
