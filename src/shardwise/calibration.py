@@ -67,6 +67,11 @@ class Calibration:
     memory: HostFigures | None = None
     links: LinkFigures | None = None
 
+    def disk_at(self, folder: Path | str) -> DiskFigures | None:
+        """The figures of the disk below `folder`: of that folder, or else of the nearest above it that was measured."""
+        place = Path(folder).absolute()
+        return next((self.disks[str(at)] for at in (place, *place.parents) if str(at) in self.disks), None)
+
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
 

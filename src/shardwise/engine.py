@@ -20,6 +20,7 @@ from shardwise.config import Plan, load_plan
 from shardwise.engine_state import PlanLike
 from shardwise.engine_training import EngineTraining
 from shardwise.errors import ConfigError, ModelError, StateError
+from shardwise.experts import EXPERT_LOAD
 from shardwise.init import Init, Wishes
 from shardwise.mesh import Mesh
 from shardwise.pipeline import PLAIN_LOOP
@@ -296,7 +297,7 @@ class Engine(EngineTraining):
         """Promise and measurement for this rank; see `MemoryReport`."""
         return memory_of(self._sharded)
 
-    def rehearse(self, batch: object, loss: Loss | None = None) -> Footprint:
+    def rehearse(self, batch: object, loss: Loss | None = None, *, expert_load: float = EXPERT_LOAD) -> Footprint:
         """What a step on `batch` will hold on this rank when it holds most, activations included: see `Footprint`.
 
         Runs a twin of the model without memory and without arithmetic; nothing is changed, and no other rank is asked,
@@ -304,13 +305,18 @@ class Engine(EngineTraining):
         are split, give it this rank's part of a batch, from `split_sequence`.
         `batch` is a tensor, a tuple of arguments, or a dict of keyword arguments, of which only shapes and dtypes
         count. `loss` makes of the model's output what is sent back, and must be given where a loop computes it itself;
-        else it is the output, or its `loss`. Raises `ModelError` for a model that asks for the values of tensors, and
-        `ConfigError` for a plan that deals out experts, or one with zb-h1 and sharded gradients.
+        else it is the output, or its `loss`.
+
+        How many tokens experts on this rank will get is known only when they come. Where experts have a capacity, it is
+        as many as all ranks along `ep` may send; else `expert_load` times an even share, at least 1.
+
+        Raises `ModelError` for a model that asks for the values of tensors, and `ConfigError` for an `expert_load`
+        below 1, or a plan with zb-h1 and sharded gradients.
         """
         self._require_open()
-        if self._sharded.mesh.has_experts:
-            raise ConfigError("Activations of experts that lie on several ranks are not rehearsed yet.")
-        return rehearsed(self._sharded, batch, loss)
+        if not expert_load >= 1:
+            raise ConfigError(f"expert_load is {expert_load}; give how many times an even share, at least 1.")
+        return rehearsed(self._sharded, batch, loss, expert_load)
 
     def timeline(self, path: str | Path) -> AbstractContextManager[None]:
         """Write what every rank does inside, unit by unit and action by action, to `path`. All ranks call.

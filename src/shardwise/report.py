@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import nn
+
 from shardwise.activations import Treatments
 from shardwise.config import Plan
+from shardwise.experts import loaded
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
 from shardwise.program.schedule import picture, timed
@@ -104,12 +107,19 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     )
 
 
-def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footprint:
+def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
     """What a step on `batch` will hold on this rank, activations included."""
+
+    @contextmanager
+    def around(twin: nn.Module) -> Iterator[None]:
+        with loaded(twin, expert_load), ExitStack() as stack:
+            if sharded.sequence is not None:
+                stack.enter_context(sharded.sequence.rehearsed(twin))
+            yield
+
     sharding, compute = sharded.sharding, sharded.table.compute
     specs = tuple(unit.spec for unit in sharding.units)
     if sharded.pipeline is None:
-        around = None if sharded.sequence is None else sharded.sequence.rehearsed
         activations = rehearse(
             sharded.model,
             sharding.units,
@@ -122,9 +132,8 @@ def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None) -> Footpr
         )
         sharded.rehearsed = (activations,)
         return _footprint(sharded, specs, activations)
-    stages = StageRehearsal(
-        sharded.pipeline.staged, sharding.units, batch, sharding.device, compute, loss, sharding.treatments
-    )
+    staged = sharded.pipeline.staged
+    stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, sharding.treatments, around)
     activations = stages.activations(sharded.pipeline.exchange)
     sharded.rehearsed = (activations,)
     return _footprint(sharded, specs, activations)
@@ -175,6 +184,7 @@ def describe(sharded: ShardedModel) -> str:
         *_said_transports(sharded),
         f"table, computing in {table.compute}, gradients travelling in {table.wire}",
         *(f"  {kind:6} {table.place(kind)}" for kind in KINDS),
+        *sharded.sharding.fitted.splitlines(),
         f"{len(units)} units",
         *(f"  {unit.name:24} {_said_unit(unit.spec, sharded.sharding.treatments)}" for unit in units),
         "bytes of this rank, as promised",
@@ -219,6 +229,7 @@ def _said_unit(unit: UnitSpec, treatments: Treatments) -> str:
     numel = sum(flat.numel for flat in unit.flats)
     updated = ", updated on the host" if any(flat.updates_below for flat in unit.flats) else ""
     updated += ", states on the disk" if any(flat.updates_from_disk for flat in unit.flats) else ""
+    updated += ", parameters on the disk" if any(flat.rests_on_disk for flat in unit.flats) else ""
     updated += f", {treatments.said(unit.name)}" if treatments.said(unit.name) else ""
     return format_count(numel) + (f", {format_count(frozen)} of them frozen" if frozen else "") + updated
 

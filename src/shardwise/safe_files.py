@@ -153,7 +153,8 @@ def read_own_text(path: Path, max_bytes: int) -> str:
     Raises `CheckpointError` if it is larger or no text, and `OSError` as the system does.
     """
     with os.fdopen(regular_descriptor(path, follows_links=False), "rb") as file:
-        content = file.read(max_bytes + 1)
+        size = os.fstat(file.fileno()).st_size  # a read takes memory for all that it is asked for
+        content = file.read(min(size, max_bytes) + 1)
     if len(content) > max_bytes:
         raise CheckpointError(f"{path} has more than {max_bytes} bytes, which is more than it can mean.")
     return as_text(content, path)

@@ -7,7 +7,7 @@ a loop that knows nothing of engines. Another plan makes another `ShardedModel` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -107,6 +107,10 @@ class ShardedModel:
         """What keeps the rows on a disk, if there are such."""
         self._parts: Parts | None = self._tied(sharding, optimizers)
         self.sequence = self._split_sequences(sharding.device)
+        around = self.sequence.recomputing if self.sequence is not None else nullcontext
+        treated = TreatedSites(sharding.treatments.by_site, self._stores(sharding), around)
+        treated.install()
+        self._hooks.callback(treated.remove)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise StateError(NO_COPY)
@@ -171,9 +175,6 @@ class ShardedModel:
             gradients.is_of_stage = True
             world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
             self._hooks.callback(self.pipeline.release)
-        treated = TreatedSites(sharding.treatments.by_site, self._stores(sharding))
-        treated.install()
-        self._hooks.callback(treated.remove)
         ledger, timeline = collectives.ledger, executor.timeline
         return Parts(sharding, flats, optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.activations import Treatments, treatments_for
+from shardwise.budget import Fitted, Ranks, within_budget
 from shardwise.comm import DataGroup, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.cuts import Boxes, boxes_after, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
@@ -16,6 +19,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import ExpertSplit, check_routers, expert_split
 from shardwise.init import FirstValues, Wishes, check_model, check_same_everywhere, check_same_settings
+from shardwise.machine import Cgroups, host_memory
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hyperparameters, require_states_for_disk, vet
 from shardwise.pipeline import AXIS as STAGES
@@ -28,7 +32,6 @@ from shardwise.storage import (
     DiskMemory,
     HostMemory,
     LabelledTable,
-    Ranks,
     Unit,
     UnitChoice,
     choose_units,
@@ -36,11 +39,11 @@ from shardwise.storage import (
     open_disk,
     share,
     unit_spec,
-    within_budget,
 )
 from shardwise.telemetry import ByteMeter
 from shardwise.tensor import AXIS, Split, Verifier
 
+_log = logging.getLogger("shardwise")
 Updates = Mapping[nn.Parameter, Update]
 """How each parameter is updated, as the optimizer said when it was vetted."""
 
@@ -66,6 +69,8 @@ class Sharding:
     """What keeps the rows on a disk, if there are such."""
     treatments: Treatments = field(default_factory=Treatments)
     """Units whose activations are recomputed, or kept elsewhere."""
+    fitted: str = ""
+    """What the plan's budget came to, and why, if it had one."""
 
     @property
     def device(self) -> torch.device:
@@ -206,7 +211,8 @@ def lay(
     check_device(model, world)
     updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
-    plan = within_budget(model, plan, mesh, ranks_of(world), updates)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), updates)
+    plan = fitted.plan
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
@@ -214,6 +220,7 @@ def lay(
     require_units(model, designed, updates)
     require_states_for_disk(model, optimizers, {param: row.table for param, row in designed.rows.items()})
     disk = designed.open_disk(world, model, values.device, updates)
+    tell_fitted(fitted, world)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
     staged = None
     if designed.stages is not None:
@@ -224,7 +231,8 @@ def lay(
         designed = designed.of_stages(staged)
         updates = {param: update for param, update in updates.items() if param in staged.params}
     try:
-        sharding = replace(designed.carry_out(world, values.device, updates, disk), staged=staged)
+        sharding = designed.carry_out(world, values.device, updates, disk)
+        sharding = replace(sharding, staged=staged, fitted=fitted.said)
         values.settle(sharding.units)
     except BaseException:
         if disk is not None:
@@ -250,9 +258,20 @@ def require_elementwise(model: nn.Module, designed: Design, updates: Updates) ->
             )
 
 
-def ranks_of(world: World) -> Ranks:
-    """What a budget has to know of them."""
-    return Ranks(on_cpu=world.device.type == "cpu", num_local=min(world.size, world.local_size or world.size))
+def ranks_of(world: World, plan: Plan) -> Ranks:
+    """What the plan's budget has to know of them. All ranks call."""
+    host_bytes = None
+    if plan.budget.host is not None:
+        own = Cgroups().memory(host_memory()).total_bytes
+        host_bytes = min(map(json.loads, world.exchange(json.dumps(own).encode(), "host memory")))
+    num_local = min(world.size, world.local_size or world.size)
+    return Ranks(on_cpu=world.device.type == "cpu", num_local=num_local, host_bytes=host_bytes)
+
+
+def tell_fitted(fitted: Fitted, world: World) -> None:
+    """Say once what a budget came to."""
+    if fitted.said and world.rank == 0:
+        _log.warning("%s", fitted.said)
 
 
 def require_units(model: nn.Module, designed: Design, updates: Updates) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.access import with_extra_state
+from shardwise.budget import within_budget
 from shardwise.checkpoint import (
     Content,
     Entry,
@@ -36,7 +37,7 @@ from shardwise.mesh import Mesh
 from shardwise.optim import require_states_for_disk
 from shardwise.pipeline import StagedModel, has_pipeline
 from shardwise.placement import Span, mesh_for
-from shardwise.sharded_model import ShardedModel, scaler_for
+from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import (
     Design,
     check_batch_norms,
@@ -45,8 +46,9 @@ from shardwise.sharding import (
     require_elementwise,
     require_units,
     settings_of,
+    tell_fitted,
 )
-from shardwise.storage import within_budget
+from shardwise.storage import DiskMemory
 
 
 class State:
@@ -118,9 +120,14 @@ class State:
         if sharded.disk is not None:
             sharded.disk.abandon()
             sharded.find_states()
-        open_params = sharded.runner.step.open_params
+
+        def before_change() -> None:
+            sharded.runner.step.open_params()
+            if sharded.disk is not None:
+                sharded.disk.begin_change()
+
         loaded = load(
-            path, content(sharded), sharded.optimizer, sharded.world, self.remembered, before_change=open_params
+            path, content(sharded), sharded.optimizer, sharded.world, self.remembered, before_change=before_change
         )
         if sharded.disk is not None:
             sharded.disk.settle()
@@ -199,7 +206,8 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     check_same_settings(settings_of(plan, world), "plan", world)
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
-    plan = within_budget(model, plan, mesh, ranks_of(world), sharded.sharding.updates)
+    fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, is_live=True)
+    plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
     require_elementwise(model, designed, sharded.sharding.updates)
@@ -208,34 +216,55 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     require_states_for_disk(model, sharded.optimizer.members if sharded.optimizer is not None else (), tables)
     if sharded.gradients.exist():
         raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before reshard().")
-    optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
-    device, updates, before_change = sharded.sharding.device, sharded.sharding.updates, sharded.before_change
     had = sharded.disk
     if had is not None:
         had.require_whole()
-    disk = designed.open_disk(world, model, device, updates, had)
+    disk = designed.open_disk(world, model, sharded.sharding.device, sharded.sharding.updates, had)
     if plan.precision != sharded.plan.precision:
         progress = replace(progress, scaler=scaler_for(plan))
-    had_experts = sharded.sharding.experts
-    dealt = _dealt_out(model, had_experts, designed)
+    dealt = _dealt_out(model, sharded.sharding.experts, designed)
+    tell_fitted(fitted, world)
+    try:
+        renewed = _moved(sharded, designed, fitted.said, disk, progress, dealt)
+    except BaseException:
+        if disk is not None and disk is not had:
+            disk.close()
+        raise
+    if had is not None and had is not disk:
+        had.close()
+    elif had is not None:
+        had.leave_former()
+    renewed.runner.step.restore_params()
+    return renewed
+
+
+def _moved(
+    sharded: ShardedModel,
+    designed: Design,
+    fitted: str,
+    disk: DiskMemory | None,
+    progress: Progress,
+    dealt: Sequence[str],
+) -> ShardedModel:
+    """The same model and optimizers as `designed`, with all that `sharded` has, which is taken down."""
+    model, world, before_change = sharded.model, sharded.world, sharded.before_change
+    device, updates, had_experts = sharded.sharding.device, sharded.sharding.updates, sharded.sharding.experts
+    optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
     belongings = TrainingState(sharded.flats, sharded.optimizer, world, dealt)
     sharded.take_down()
     if had_experts is not None:
         had_experts.undo()
-    sharding = designed.carry_out(world, device, updates, disk)
+    sharding = replace(designed.carry_out(world, device, updates, disk), fitted=fitted)
     belongings.learn_new([flat for unit in sharding.units for flat in unit.flats])
     states: dict[str, dict[str, Any]] = {}
     for unit in sharding.units:
         for flat in unit.flats:
             states |= belongings.move_into(flat, world.collectives(device))
-    carry_out_experts(model, sharding.experts, mesh, world, device)
+    carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
     renewed = ShardedModel(model, optimizers, sharding, world, progress, before_change)
     if renewed.optimizer is not None:
         for piece in renewed.optimizer.pieces:
             renewed.optimizer.put_state(piece, states.pop(piece.name, {}))
-    if had is not None and had is not disk:
-        had.close()
-    renewed.runner.step.restore_params()
     return renewed
 
 

@@ -1,6 +1,7 @@
 """What ranks of these tests come to import, for `rank_processes`: once, in the process that they are forked from."""
 
 import importlib
+import importlib.util
 
 NAMES = [
     "torchvision_operators",  # what is imported later may import torchvision
@@ -15,5 +16,7 @@ NAMES = [
     "shardwise.engine",
     "shardwise.integrations.transformers",
 ]
+if importlib.util.find_spec("trl") is not None:
+    NAMES += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"]
 for name in NAMES:
     importlib.import_module(name)

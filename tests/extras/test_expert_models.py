@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
+
+# peft asks transformers by a name that will go.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 Tensor = torch.Tensor
 NUM_STEPS = 4
@@ -54,6 +58,79 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK),
 }
+SHALLOW = {
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+ATTENDING = ["full_attention", "full_attention"]
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe": ("afmoe", {"num_experts": 5, "moe_intermediate_size": 16, "head_dim": 8, "num_dense_layers": 1}),
+    "dots1": ("dots1", {**SHALLOW, "n_routed_experts": 6, "head_dim": 8}),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
+    ),
+    "exaone_moe": ("exaone_moe", {**SHALLOW, "num_experts": 5, "num_shared_experts": 1, "head_dim": 8}),
+    "flex_olmo": ("flex_olmo", {"num_experts": 4}),
+    "glm4_moe": ("glm4_moe", {**SHALLOW, "n_routed_experts": 6, "head_dim": 8}),
+    "gpt_oss, with its loss": ("gpt_oss", {"num_local_experts": 5, "head_dim": 8, "sliding_window": 8, **ROUTED}),
+    "granitemoe, with its loss": ("granitemoe", {"num_local_experts": 6, **ROUTED}),
+    "granitemoeshared": ("granitemoeshared", {"num_local_experts": 6, "shared_intermediate_size": 16}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
+    "jamba": (
+        "jamba",
+        {
+            "num_experts": 5,
+            "use_mamba_kernels": False,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {"num_experts": 4, "moe_intermediate_size": 16, "num_dense_layers": 1, "layer_types": ATTENDING},
+    ),
+    "minimax": ("minimax", {"num_local_experts": 4, "head_dim": 8, "layer_types": ATTENDING}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "layers_block_type": ["attention", "moe"],
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    "olmoe, with its loss": ("olmoe", {"num_experts": 6, **ROUTED}),
+    "phimoe": ("phimoe", {"num_local_experts": 4}),
+    "qwen3_next": (
+        "qwen3_next",
+        {**QWEN, "shared_expert_intermediate_size": 16, "head_dim": 8, "layer_types": ATTENDING},
+    ),
+}
+DBRX = {
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": 32,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+    "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+}
+STRANGERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dbrx": ("dbrx", DBRX, "DbrxExperts"),
+    "jetmoe": ("jetmoe", {"num_local_experts": 4, "kv_channels": 8}, "JetMoeParallelExperts"),
+    "llama4_text": (
+        "llama4_text",
+        {"num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48},
+        "Llama4TextExperts",
+    ),
+}
 MESHES: list[tuple[str, dict[str, int]]] = [("zero3", {"dp": 2, "ep": 2}), ("zero1", {"ep": 4})]
 
 
@@ -63,11 +140,12 @@ def built(kind: str, sizes: dict[str, Any]) -> nn.Module:
     for param in model.parameters():
         if param.dim() > 1:
             nn.init.normal_(param, std=0.1)
-    return model
+    return model.eval() if kind == "phimoe" else model  # in training its router draws lots
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-3, eps=1e-4)
 
 
 def rows(step: int) -> list[Tensor]:
@@ -76,11 +154,18 @@ def rows(step: int) -> list[Tensor]:
     return list(tokens.chunk(4))
 
 
-@pytest.mark.parametrize(("preset", "mesh"), MESHES, ids=["zero3 dp2 ep2", "zero1 ep4"])
-@pytest.mark.parametrize("name", MODELS)
+CASES = [(name, *mesh) for name in MODELS for mesh in MESHES]
+CASES += [(name, *MESHES[place % 2]) for place, name in enumerate(OTHERS)]
+
+
+@pytest.mark.parametrize(("name", "preset", "mesh"), CASES, ids=[f"{name}-{preset}" for name, preset, _ in CASES])
 def test_it_trains_as_itself(name: str, preset: str, mesh: dict[str, int]) -> None:
     """The loss that balances experts is that of each rank's own tokens, as it is under data parallelism."""
-    twin = built(*MODELS[name])
+    race(built(*{**MODELS, **OTHERS}[name]), preset, mesh)
+
+
+def race(twin: nn.Module, preset: str, mesh: dict[str, int]) -> None:
+    """Four ranks beside one process."""
     models = [copy.deepcopy(twin) for _ in range(4)]
     optimizer = optimizer_of(twin)
     expected = []
@@ -139,4 +224,54 @@ def test_it_is_saved_and_loaded_as_the_whole_model(tmp_path: Path) -> None:
 def test_a_model_without_experts_is_refused() -> None:
     models = [built("llama", {}) for _ in range(2)]
     with pytest.raises(ModelError, match="LlamaForCausalLM has none that are known"):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world))
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_experts_of_other_shapes_are_refused_by_their_names(name: str) -> None:
+    kind, sizes, said = STRANGERS[name]
+    models = [built(kind, sizes) for _ in range(2)]
+    with pytest.raises(ModelError, match=rf"\({said}\) has no ep_plan that says which of its parameters are stacked"):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world))
+
+
+SHARED = ["q_proj", "v_proj", "shared_expert.up_proj", "shared_expert.down_proj"]
+ADAPTED: list[tuple[str, list[str], str, dict[str, int]]] = [
+    ("mixtral, with its loss", ["q_proj", "o_proj"], "zero3", {"dp": 2, "ep": 2}),
+    ("mixtral", ["k_proj", "lm_head"], "zero1", {"ep": 4}),
+    ("qwen2_moe", SHARED, "zero3", {"dp": 2, "ep": 2}),
+    ("deepseek_v3", ["kv_b_proj", "o_proj"], "zero2", {"ep": 2, "dp": 2}),
+]
+
+
+def adapted(name: str, **lora: Any) -> nn.Module:
+    """Adapters that add something, as `lora_B` does after some steps; `r` of 4."""
+    model: nn.Module = get_peft_model(built(*MODELS[name]), LoraConfig(r=4, **lora))
+    for key, param in model.named_parameters():
+        if "lora_B" in key:
+            nn.init.normal_(param, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize(("name", "targets", "preset", "mesh"), ADAPTED, ids=[one[0] for one in ADAPTED])
+def test_adapters_beside_experts_train_as_by_themselves(
+    name: str, targets: list[str], preset: str, mesh: dict[str, int]
+) -> None:
+    """The experts are frozen, and their tokens travel all the same."""
+    race(adapted(name, target_modules=targets), preset, mesh)
+
+
+def test_adapters_beside_experts_that_are_trained() -> None:
+    """In full, beside adapters on attention."""
+    model = adapted("mixtral", target_modules=["q_proj", "v_proj"])
+    for key, param in model.named_parameters():
+        if "experts" in key:
+            param.requires_grad_(True)
+    race(model, "zero3", {"dp": 2, "ep": 2})
+
+
+def test_adapters_on_the_parameters_of_experts_are_refused() -> None:
+    target = "mlp.experts.gate_up_proj"
+    models = [adapted("mixtral", target_modules=["q_proj"], target_parameters=[target]) for _ in range(2)]
+    with pytest.raises(ModelError, match=r"mlp.experts has adapters on the parameters of its experts"):
         run_ranks(2, lambda world: sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world))

@@ -432,9 +432,10 @@ def test_activations_of_stages_are_those_of_the_rank_with_most_parameters(
     assert one_f_one_b["activations"] < gpipe["activations"]
     assert gpipe["activations"] > 1.5 * one_f_one_b["activations"]
     assert alone["activations"] < gpipe["activations"] < 4 * alone["activations"]
-    assert "not cut along 'tp'" in refused(
-        *arguments, "--world", "4", "--set", "mesh={pp: 2, tp: 2}", "--set", "tensor.plan={h.*.linear: column_gathered}"
-    )
+    cut = ["--world", "4", "--set", "mesh={pp: 2, tp: 2}", "--set", "tensor.plan={h.*.linear: column_gathered}"]
+    halves = as_json(capsys, *arguments, *cut)
+    assert halves["bytes"]["param"] < one_f_one_b["param"]
+    assert "expert-load is 0.5; give how many times an even share" in refused(*arguments, *cut, "--expert-load", "0.5")
     halved = as_json(
         capsys,
         *arguments,

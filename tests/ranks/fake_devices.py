@@ -344,6 +344,8 @@ class FakeCopy:
     def __init__(self, accelerator: FakeAccelerator, out: Tensor, source: Tensor, *, at_once: bool) -> None:
         self.accelerator = accelerator
         self.is_evict = accelerator.is_pinned(out)
+        if not self.is_evict:
+            accelerator.fill_evicted(source)
         assert self.is_evict != accelerator.is_pinned(source), "one end of a copy is pinned, the other on the device"
         self.out, self.source, self.kept = out, source, source.detach().clone()
         self.is_ordered = self.is_landed = self.is_done = False
@@ -399,12 +401,20 @@ class FakeAccelerator:
         self._devices = devices
         self._pinned: list[Tensor] = []
         self._fetches: list[FakeCopy] = []
+        self._evicts: list[FakeCopy] = []
         self.noted: list[Noted] = []
         self.generators = {index: torch.tensor([index], dtype=torch.uint8) for index in range(num_devices)}
         self.identities: dict[int, str] = {}
         self.locks_pages = True
         self._here = threading.local()
         self._defaults = {index: FakeStream(self, index) for index in range(num_devices)}
+
+    def fill_evicted(self, source: Tensor) -> None:
+        """What is on its way to the host, and is fetched again behind it, is there by then: the host need not wait."""
+        self._evicts = [one for one in self._evicts if not one.is_done]
+        for one in self._evicts:
+            if one.is_ordered and one.out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+                one._fill()
 
     def note(self, what: str, *about: Any) -> None:
         self.noted.append(Noted(threading.current_thread().name, self.current_index(), what, about))
@@ -454,8 +464,7 @@ class FakeAccelerator:
         at_once = devices is None or devices.acts_at_issue(self.current_index(), len(self._fetches))
         one = FakeCopy(self, out, source, at_once=at_once)
         self.current_stream().copies.append(one)
-        if not one.is_evict:
-            self._fetches.append(one)
+        (self._evicts if one.is_evict else self._fetches).append(one)
         if devices is not None:
             devices.count(devices.num_works, "copy")
 

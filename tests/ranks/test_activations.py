@@ -17,6 +17,7 @@ from twins import Transformer, batches, sharded_run
 import shardwise as sw
 from shardwise.activations import Offloading, TreatedSites, treatments_for
 from shardwise.config import load_plan
+from shardwise.errors import ModelError
 from shardwise.placement import mesh_for, table_for
 from shardwise.program import Activations
 from shardwise.rehearsal import rehearse
@@ -175,3 +176,45 @@ def test_a_rehearsal_counts_what_a_real_run_holds(choice: str) -> None:
     assert "forward" not in twin.blocks[0].__dict__
     kept = max(mark.peak_bytes for mark in rehearsed(model, batch, load_plan("zero3")).marks)
     assert promised < {"keep": 2.0, "every-2nd": 0.85, "selective": 0.85}.get(choice, 0.7) * kept
+
+
+class Changing(nn.Module):
+    """The result of a product is added to in place: inside, or outside what it has returned."""
+
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x).add_(1.0) if self.inside else self.first(x)
+        return x, self.second(torch.exp(x))
+
+
+class Adding(nn.Module):
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Changing(inside=inside) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            first, second = block(x)
+            x = first + second if block.inside else first.add_(second)
+        return torch.sin(x).sum()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_kept_result_that_is_written_to_is_refused(*, inside: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Adding(inside=inside), torch.randn(4, 3, 8)
+
+    def grads(*keep: str) -> list[Tensor]:
+        plan = {"activations": {"policy": "selective", "keep": list(keep)} if keep else "keep"}
+        with treated(model, load_plan(plan), Elsewhere()):
+            model.zero_grad()
+            model(x).backward()
+        return [param.grad for param in model.parameters() if param.grad is not None]
+
+    assert all(map(torch.equal, grads("aten.exp"), grads()))
+    with pytest.raises(ModelError, match=r"The result of aten.mm.default in blocks.\d is changed in place"):
+        grads("matmul")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from experts_models import mixture
 from pipelined import Decoder, unsplit
 from twins import Transformer, adamw, assert_same, batches, plain_run, sharded_run
 
 import shardwise as sw
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, TierError
+from shardwise.placement import share_of_last
 from shardwise.program import plan_step, straight_trace
+from shardwise.storage import choose_units, trained_numel
 from shardwise.testing import run_ranks
+from shardwise.tiers import SystemCalls
 from tests.thorough import one_in
 
 pytestmark = one_in(2)
@@ -36,7 +42,11 @@ def held(engine: sw.Engine) -> dict[str, Any]:
         "foreseen": foreseen.total,
         "offload": engine.plan.offload,
         "updated": [unit.name for unit in units if unit.flats[0].spec.updates_below],
+        "on_disk": [unit.name for unit in units if unit.flats[0].spec.updates_from_disk],
+        "below": [unit.name for unit in units if unit.flats[0].spec.rests_on_disk],
         "resting": [unit.name for unit in units if unit.flats[0].spec.tier_of("param") == "host"],
+        "on_host": 0 if foreseen.host is None else foreseen.host.total,
+        "said": str(engine),
     }
 
 
@@ -62,6 +72,71 @@ def test_the_least_that_fits_is_taken(preset: str, share: float) -> None:
     assert fewer.extra["foreseen"] > allowed
 
 
+MIXED: dict[str, tuple[str, dict[str, float]]] = {
+    "zero2": ("zero2", {"optim": 0.7, "optim_disk": 0.4, "param": 0.3}),
+    "zero3": ("zero3", {"optim": 0.7, "optim_disk": 0.4, "param": 0.4, "param_disk": 0.1}),
+}
+
+
+@one_in(4)
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "sent"])
+@pytest.mark.parametrize("case", MIXED)
+def test_units_on_different_tiers_train_together(case: str, tmp_path: Path, *, shares_memory: bool) -> None:
+    """States of some units on the device, of some on the host, of some on a disk; and of these two some parameters."""
+    preset, offload = MIXED[case]
+    model, data = model_of(), batches(4, rows=12)
+    plan = {"clip_grad_norm": 0.5, "offload": offload, "disk": str(tmp_path)}
+    run = sharded_run(model, data, preset, 2, None, after=held, shares_memory=shares_memory, **plan)
+    assert_same(run, plain_run(model, data, clip=0.5))
+    found = run.extra
+    assert len(found["resting"]) > 0
+    assert 0 < len(found["on_disk"]) < len(found["updated"]) < 4
+    report = found["report"]
+    assert report.promised_on_disk == report.measured_on_disk
+    steps = 4 * len(list(model.parameters()))  # torch's Adam counts them in a tensor for each parameter
+    for promised, measured in ((report.promised_on_host, report.measured_on_host), (report.promised, report.measured)):
+        assert promised["optim"] > 0
+        assert 0 <= measured["optim"] - promised["optim"] <= steps
+        assert measured["param"] == promised["param"]
+    assert report.measured_on_host["buffers"] == report.promised_on_host["buffers"]
+    assert not list(tmp_path.iterdir())
+
+
+@one_in(3)
+@pytest.mark.parametrize(("preset", "share", "room"), [("zero3", 0.8, 0.9), ("zero2", 2.2, 0.9), ("zero3", 0.8, 0.66)])
+def test_a_disk_takes_what_the_host_has_no_room_for(
+    preset: str, share: float, room: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, data = Transformer(num_blocks=8), batches(3)
+    device = int(share * 4 * sum(map(torch.numel, model.parameters())))
+    alone = sharded_run(model, batches(1), preset, 2, None, after=held, budget={"device": device})
+    host = int(room * 2 * alone.extra["on_host"])
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="shardwise"):
+        budget = {"device": device, "host": host, "disk": str(tmp_path)}
+        run = sharded_run(model, data, preset, 2, None, after=held, budget=budget)
+    assert_same(run, plain_run(model, data))
+    found, picked = run.extra, run.extra["offload"]
+    assert 2 * found["on_host"] <= host
+    assert found["foreseen"] <= device
+    assert found["updated"] == alone.extra["updated"]
+    assert found["on_disk"]
+    assert (picked.optim, picked.param) == (alone.extra["offload"].optim, alone.extra["offload"].param)
+    said = [message for message in caplog.messages if message.startswith("budget: ")]
+    assert len(said) == 1
+    assert said[0] in found["said"]
+    assert "on a disk" in said[0]
+    assert f"in {tmp_path}" in said[0]
+    kind = "param_disk" if picked.param_disk else "optim_disk"
+    fewer = {**picked.model_dump(), kind: max(0.0, getattr(picked, kind) - 0.12)}
+    less = sharded_run(model, batches(1), preset, 2, None, after=held, offload=fewer, disk=str(tmp_path))
+    of_kind = "below" if picked.param_disk else "on_disk"
+    assert len(less.extra[of_kind]) == len(found[of_kind]) - 1
+    assert bool(picked.param_disk) == (room < 0.9)
+    assert 2 * less.extra["on_host"] > host
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "device": (
         {"budget": {"device": 1000}},
@@ -69,6 +144,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "host": ({"budget": {"device": 2 * MODEL_BYTES, "host": 1000}}, r"would take .* more than budget.host"),
     "host alone": ({"budget": {"host": 1000}}, "say budget.device too"),
+    "host and disk": (
+        {"budget": {"device": 2 * MODEL_BYTES, "host": 1000, "disk": "/tmp"}},
+        r"would take .* beside the disk: .* more than budget.host. The largest unit is blocks.0",
+    ),
+    "disk alone": ({"budget": {"device": 1000, "disk": "/tmp"}}, "say budget.host too, how much room"),
+    "two disks": (
+        {"budget": {"device": 1000, "host": 1000, "disk": "/tmp"}, "disk": "/var/tmp"},
+        "Name one folder",
+    ),
+    "more than there is": ({"budget": {"device": 1000, "host": "1000TiB"}}, r"of memory: .* less. Allow what there is"),
+    "params beyond states": (
+        {"preset": "zero3", "offload": {"optim": 0.5, "optim_disk": 0.2, "param": 0.5, "param_disk": 0.5}},
+        "only beside their states",
+    ),
+    "params that are copies": (
+        {"offload": {"optim": 0.5, "optim_disk": 0.5, "param": 0.5, "param_disk": 0.5}, "mesh": {"dp": 1}},
+        "names no folder",
+    ),
+    "disk beyond optim": ({"offload": {"optim": 0.2, "optim_disk": 0.5}}, "Make offload.optim 0.5 or more"),
     "offload": ({"budget": {"device": 1000}, "offload": {"optim": 0.5}}, "offload and budget"),
     "states there": (
         {"preset": "offload", "budget": {"device": 1000}},
@@ -87,6 +181,22 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
         sw.shard(model, {"preset": "zero2", **plan}, optimizer=adamw(model))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     sw.shard(model, "zero2", optimizer=adamw(model)).close()
+
+
+def test_a_disk_without_room_is_refused_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Transformer(num_blocks=8)
+    model_bytes = 4 * sum(map(torch.numel, model.parameters()))
+    before = copy.deepcopy(model.state_dict())
+    monkeypatch.setattr(SystemCalls, "free_bytes", lambda self, folder: 1000)
+    budget = {"device": int(2.2 * model_bytes), "host": int(2.3 * model_bytes), "disk": str(tmp_path / "scratch")}
+    with pytest.raises(TierError, match=r"has 1000 B free, and .* are needed: .* too little. Make room there"):
+        sw.shard(model, {"preset": "zero2", "budget": budget}, optimizer=adamw(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    sw.shard(model, "zero2", optimizer=adamw(model)).close()
+    assert not list(tmp_path.glob("scratch/*"))
 
 
 @pytest.mark.parametrize("rows", [{}, {"param": {"tier": "host"}}], ids=["states", "params"])
@@ -108,3 +218,43 @@ def test_stages_of_a_pipeline_update_on_the_host(rows: dict[str, Any]) -> None:
         assert losses == pytest.approx(twin.losses, rel=1e-5)
         for name, value in twin.params.items():
             torch.testing.assert_close(params[name], value, rtol=1e-5, atol=1e-5)
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "tp": {"mesh": {"dp": 1, "tp": 2}, "tensor": {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}},
+    "pp": {"mesh": {"pp": 2, "dp": 1}},
+    "ep": {"mesh": {"ep": 2}},
+}
+
+
+@one_in(3)
+@pytest.mark.parametrize("axis", SPLIT)
+def test_models_that_are_split_have_a_budget(axis: str) -> None:
+    """The rank that holds most has to fit: each rank's own promise says that it does, and one unit less would not."""
+    torch.manual_seed(0)
+    model: torch.nn.Module = mixture() if axis == "ep" else Decoder()
+    data = batches(2, 8)
+
+    def trained(world: sw.World, **more: Any) -> dict[str, Any]:
+        mine = copy.deepcopy(models[world.rank])
+        plan = {"preset": "zero2", "accumulate": 2, **SPLIT[axis], **more}
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            place, number = engine.data_ranks
+            shares = [(x.chunk(number)[place], y.chunk(number)[place]) for x, y in data]
+            losses = [world.mean(engine.train_step(share).item()) for share in shares]
+            return {**held(engine), "losses": losses, "params": engine.state_dict()}
+
+    models = [model, copy.deepcopy(model)]
+    whole = run_ranks(2, trained)
+    allowed = int(0.85 * max(one["foreseen"] for one in whole))
+    fitted = run_ranks(2, lambda world: trained(world, budget={"device": allowed}))
+    sizes = [trained_numel(unit) for unit in choose_units(model, sw.Plan())]
+    count = len(share_of_last(sizes, fitted[0]["offload"].optim)) - 1
+    share = (sum(sizes[len(sizes) - count :]) - 0.5) / sum(sizes) if count else 0.0
+    fewer = run_ranks(2, lambda world: trained(world, offload={"optim": share}))
+    assert max(one["foreseen"] for one in fewer) > allowed
+    for one, twin in zip(fitted, whole, strict=True):
+        assert one["foreseen"] <= allowed
+        assert one["losses"] == pytest.approx(twin["losses"], rel=1e-5)
+        for name, value in twin["params"].items():
+            torch.testing.assert_close(one["params"][name], value, rtol=1e-5, atol=1e-5)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import mmap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from twins import MakeOptimizer, Run, Transformer, adamw, assert_same, batches, plain_run, sharded_run, train
 
 import shardwise as sw
+from shardwise.storage import disk_memory
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -157,9 +161,24 @@ def go_through_it(engine: sw.Engine, folder: Path, others: tuple[Any, Any]) -> l
     return found
 
 
+def locked(descriptor: int, num_bytes: int) -> mmap.mmap:
+    mapped = mmap.mmap(descriptor, num_bytes)
+    address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), 0) == 0
+    return mapped
+
+
 @pytest.mark.parametrize("rows", [{}, ON_DISK], ids=["states", "params"])
-def test_everything_that_reads_and_writes_states(rows: dict[str, Any], model: Transformer, tmp_path: Path) -> None:
-    """The same as with states on the host, to the bit: access, checkpoints, state dicts, a change of plan and back."""
+def test_everything_that_reads_and_writes_states(
+    rows: dict[str, Any], model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same as with states on the host, to the bit: access, checkpoints, state dicts, a change of plan and back.
+
+    Nobody reads or writes states through the mapping of their file, which is made such that whoever did would end this
+    process.
+    """
+    if not rows:
+        monkeypatch.setattr(disk_memory, "mmap", SimpleNamespace(mmap=locked))
     found = {}
     for name, first in (("host", "zero3-offload"), ("disk", "infinity")):
         folders = {"disk": str(tmp_path / "scratch"), "rows": rows} if name == "disk" else {}

@@ -4,7 +4,10 @@ last checkpoint."""
 from __future__ import annotations
 
 import copy
+import errno
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ from torch import nn
 from twins import MakeOptimizer, Transformer, adamw, batches, train
 
 import shardwise as sw
-from shardwise.errors import ConfigError, ModelError, ShardwiseError, StateError, TierError
-from shardwise.storage import DiskMemory
+from shardwise.checkpoint import TrainingState, checkpoints_in
+from shardwise.errors import CheckpointError, ConfigError, ModelError, ShardwiseError, StateError, TierError
+from shardwise.storage import DiskMemory, disk_memory
 from shardwise.testing import run_ranks
-from shardwise.tiers import TierFolder
+from shardwise.tiers import SystemCalls, TierFolder
 
 
 def bf16_states(model: nn.Module) -> torch.optim.Optimizer:
@@ -172,3 +176,78 @@ def test_without_an_optimizer_masters_alone_are_there(tmp_path: Path) -> None:
     assert 4 * numel <= run_ranks(1, rank)[0]["optim"] <= 4 * numel * 1.5
     with pytest.raises(ModelError):
         sw.shard(Transformer(), {"preset": "infinity", "disk": str(tmp_path)}, optimizer=lamb(Transformer()))
+
+
+class Breaking(SystemCalls):
+    """A disk that reports an error for whatever is read or written while it is told to."""
+
+    def __init__(self) -> None:
+        self.breaks = ""
+
+    def read(self, handle: int, into: memoryview, offset: int) -> int:
+        if self.breaks == "read":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(handle, into, offset)
+
+    def write(self, handle: int, data: memoryview, offset: int) -> int:
+        if self.breaks == "write":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(handle, data, offset)
+
+
+def test_a_disk_that_fails_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads or writes states is told, in words; nothing ends the process, and what was there is there."""
+    disk = Breaking()
+    monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
+    data = batches(2, rows=12)
+    replica = Transformer()
+
+    def rank(world: sw.World) -> None:
+        plan = {"preset": "infinity", "disk": str(tmp_path / "scratch"), "precision": "bf16"}
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            train(engine, data[:1])
+            engine.save(tmp_path / "saved")
+            before = engine.state_dict()
+            disk.breaks = "read"
+            for work in (
+                lambda: engine.get("head.weight", "exp_avg"),
+                engine.state_dict,
+                engine.optimizer_state_dict,
+            ):
+                with pytest.raises(TierError, match=r"Reading .* of .*states-\d+ failed: Input/output error \(EIO\)"):
+                    work()
+            with pytest.raises(CheckpointError, match=r"rank 0 reports: .*Input/output error"):
+                engine.save(tmp_path / "saved", step=2)
+            assert list(checkpoints_in(tmp_path / "saved")) == [1]
+            disk.breaks = "write"
+            with pytest.raises(TierError, match=r"Writing .* failed: Input/output error"):
+                engine.set("head.weight", torch.zeros_like(before["head.weight"]), "exp_avg")
+            disk.breaks = ""
+            for name, value in engine.state_dict().items():
+                assert torch.equal(value, before[name]), name
+            assert engine.resume(tmp_path / "saved") is not None
+            train(engine, data[1:])
+
+    run_ranks(1, rank)
+
+
+def test_a_change_of_plan_that_fails_leaves_the_new_folder_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder that was opened for it is unlocked at once, not when the engine is closed."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("the move failed")
+
+    def rank(world: sw.World) -> None:
+        replica = replicas[world.rank]
+        with sw.shard(replica, "zero3", optimizer=adamw(replica), world=world) as engine:
+            train(engine, batches(1, rows=12))
+            monkeypatch.setattr(TrainingState, "move_into", fails)
+            with pytest.raises(RuntimeError, match="the move failed"):
+                engine.reshard({"preset": "infinity", "disk": str(tmp_path)})
+            assert not (tmp_path / f"shardwise-rank-{world.rank}.lock").exists()
+
+    replicas = [Transformer() for _ in range(2)]
+    run_ranks(2, rank)
+    assert not list(tmp_path.iterdir())

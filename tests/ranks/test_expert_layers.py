@@ -104,7 +104,7 @@ def test_products_of_groups(width: int, dtype: torch.dtype) -> None:
 def test_what_has_no_room_is_dropped_by_choice_and_then_by_position() -> None:
     index = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 2]])
     assert dropped_over(index, 3, 2).tolist() == [[0, 1], [0, 3], [1, 3], [3, 2]]
-    assignment = assign(dropped_over(index, 3, 2), 3, drops=True)
+    assignment = assign(dropped_over(index, 3, 2), 3, 2)
     assert assignment.counts.tolist() == [2, 2, 1]
     assert assignment.order.tolist() == [0, 2, 1, 4, 7]
     assert capacity_of(4, 2, 3, 1.0) == 3

@@ -31,7 +31,7 @@ from test_pipeline import assert_same as assert_same_in_stages
 from test_pipeline import pipelined as pipelined_run
 from torch import nn
 from torch.nn import functional
-from twins import LENGTH, VOCAB, WIDTH, adamw, batches
+from twins import VOCAB, WIDTH, adamw, batches
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
@@ -497,15 +497,29 @@ def test_what_cannot_be_is_refused_before_anything_changes(
     assert all(torch.equal(value, before[name]) for name, value in models[0].state_dict().items())
 
 
-def test_a_model_without_experts_a_matrix_optimizer_and_a_rehearsal_are_refused() -> None:
+def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(ModelError, match="Linear has none that are known"):
         run_ranks(2, lambda world: sw.shard(nn.Linear(4, 4), {"mesh": {"ep": 2}}, world=world))
-    models = [mixture(num_blocks=2) for _ in range(2)]
 
-    def rank(world: sw.World) -> None:
-        with sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world) as engine:
-            engine.rehearse(batches(1, 4)[0])
 
-    with pytest.raises(ConfigError, match="experts that lie on several ranks are not rehearsed"):
-        run_ranks(2, rank)
-    assert LENGTH == 6
+class Listed(nn.Module):
+    """A mixture as many are written: a module for each expert, called with its tokens in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[chosen == number] = expert(x[chosen == number])
+        return out
+
+
+def test_experts_that_are_modules_of_their_own_are_refused_with_what_takes_their_place() -> None:
+    models = [nn.Sequential(Listed(), Listed()) for _ in range(2)]
+    said = r"0.experts has 3 experts as modules of their own, which 0 calls .* shardwise.experts.MoE\(.*num_experts=3"
+    with pytest.raises(ModelError, match=said):
+        run_ranks(2, lambda world: sw.shard(models[world.rank], {"mesh": {"ep": 2}}, world=world))

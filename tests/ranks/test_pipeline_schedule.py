@@ -103,7 +103,7 @@ def trained(
                 sent = engine._sharded.ledger.sent_bytes.copy()
                 told.losses.append(engine.mean(loss.item()))
                 if step + 1 == len(data):
-                    told.grads = {name: engine.get(name, "grad") for name, _ in model.named_parameters()}
+                    told.grads = {name: engine.get(name, "grad") for name in told.names_of(model)}
                 else:
                     engine.step()
                     told.norms.append(float(engine.gradient_norm or 0.0))
@@ -121,8 +121,8 @@ def assert_like(twin: Told, runs: list[Told]) -> None:
     for run in runs:
         assert run.losses == pytest.approx(twin.losses, rel=1e-5)
         assert run.norms == pytest.approx(twin.norms, rel=1e-5)
+        assert run.params.keys() == twin.params.keys()
         for found, expected in ((run.params, twin.params), (run.grads, twin.grads)):
-            assert found.keys() == expected.keys()
             for name, value in found.items():
                 torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5, msg=name)
 

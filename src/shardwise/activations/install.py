@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
 from shardwise.activations.choice import Treatment
 from shardwise.activations.offload import Offloading, SavedElsewhere
-from shardwise.activations.recompute import Recomputing
+from shardwise.activations.recompute import Around, Recomputing
 
 
 class TreatedSites:
@@ -19,11 +20,14 @@ class TreatedSites:
     """
 
     def __init__(
-        self, by_site: Mapping[nn.Module, tuple[str, Treatment]], offloading: Mapping[str, Offloading]
+        self,
+        by_site: Mapping[nn.Module, tuple[str, Treatment]],
+        offloading: Mapping[str, Offloading],
+        around: Around = nullcontext,
     ) -> None:
-        """`offloading` are those who keep what is saved elsewhere, by policy."""
+        """`offloading` are those who keep what is saved elsewhere, by policy; `around` is for `Recomputing`."""
         self._by_site = dict(by_site)
-        self._offloading = offloading
+        self._offloading, self._around = offloading, around
         self._before: dict[nn.Module, Callable[..., Any] | None] = {}
 
     def install(self) -> None:
@@ -31,7 +35,7 @@ class TreatedSites:
             self._before[site] = site.__dict__.get("forward")
             forward = site.forward
             site.__dict__["forward"] = (
-                Recomputing(unit, site, forward, treatment.operators)
+                Recomputing(unit, site, forward, treatment.operators, self._around)
                 if treatment.policy in ("recompute", "selective")
                 else SavedElsewhere(unit, site, forward, self._offloading[treatment.policy])
             )

@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.optim import AdoptedOptimizer
 from shardwise.placement import Axes, Box, Slot, Span
 from shardwise.program import FlatSpec
-from shardwise.storage import Flat
+from shardwise.storage import DiskRows, Flat
 
 Tensor = torch.Tensor
 NOTHING = Span(0, 0)
@@ -44,6 +44,8 @@ class Entry:
 
     box: Box | None = None
     """Where a model axis cuts the tensor, the part that `span` counts the elements of."""
+    rows: DiskRows | None = None
+    """That have to be asked for the elements, where they lie on a disk."""
 
     @property
     def key(self) -> str:
@@ -160,6 +162,7 @@ def _add_params(content: Content, flats: Sequence[Flat], in_sight: set[int]) -> 
                     written[slot.name],
                     is_hidden=is_hidden,
                     box=content.boxes[slot.name],
+                    rows=flat.on_disk(tensor),
                 )
             )
     return written
@@ -192,6 +195,7 @@ def _add_states(content: Content, optimizer: AdoptedOptimizer, written_of: Mappi
                         is_hidden=True,
                         is_narrow=key in narrow,
                         box=content.boxes[piece.name],
+                        rows=piece.flat.on_disk(value),
                     )
                 )
             else:

@@ -21,6 +21,7 @@ from shardwise.checkpoint.content import Content, Entry
 from shardwise.checkpoint.index import Chunk, File, block_bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.placement import Box, Span
+from shardwise.storage import DiskRows
 from shardwise.tiers import PAGE
 
 WINDOW = 2**24
@@ -82,6 +83,8 @@ class Image:
     parts: tuple[Part, ...]
     sources: tuple[torch.Tensor, ...]
     """Flat, one for each part, live; none once they have been copied."""
+    rows: tuple[DiskRows | None, ...] = ()
+    """What has to be asked for each of them, where it lies on a disk."""
 
     @property
     def num_bytes(self) -> int:
@@ -134,11 +137,15 @@ class Image:
         head = Span(0, len(self.head)).overlap(window)
         if head.numel:
             out[head.start - start : head.stop - start].copy_(bytes_tensor(self.head[head.start : head.stop]))
-        for part, source in zip(self.parts, self.sources, strict=True):
+        for part, source, rows in zip(self.parts, self.sources, self.rows, strict=True):
             common = part.place.overlap(window)
             if common.numel:
                 here = _bytes_of(source)[common.start - part.offset : common.stop - part.offset]
-                out[common.start - start : common.stop - start].copy_(here)
+                there = out[common.start - start : common.stop - start]
+                if rows is None:
+                    there.copy_(here)
+                else:
+                    rows.read(here, there)
 
 
 def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Image:
@@ -153,10 +160,11 @@ def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Ima
     sources.sort(key=lambda source: -source.tensor.element_size())  # so that each starts on a multiple of its element
     head = _head(sources)
     parts, offset = [], len(head)
-    for kind, label, span, tensor, shape, is_hidden, is_narrow, box in sources:
+    for kind, label, span, tensor, shape, is_hidden, is_narrow, box, _ in sources:
         parts.append(Part(kind, label, span, tensor.dtype, tensor.nbytes, offset, shape, is_hidden, is_narrow, box))
         offset += tensor.nbytes
-    return Image(name, head, tuple(parts), tuple(source.tensor for source in sources))
+    tensors, rows = (source.tensor for source in sources), (source.rows for source in sources)
+    return Image(name, head, tuple(parts), tuple(tensors), tuple(rows))
 
 
 NO_SPAN = Span(0, 0)
@@ -172,6 +180,7 @@ class _Source(NamedTuple):
     is_hidden: bool = False
     is_narrow: bool = False
     box: Box | None = None
+    rows: DiskRows | None = None
 
 
 def _source(entry: Entry) -> _Source:
@@ -185,7 +194,8 @@ def _source(entry: Entry) -> _Source:
     if entry.written != entry.span:
         mine = entry.written.within(entry.span)
         flat = flat[mine.start : mine.stop]
-    return _Source(entry.kind, entry.name, entry.written, flat, None, entry.is_hidden, entry.is_narrow, entry.box)
+    marks = entry.is_hidden, entry.is_narrow
+    return _Source(entry.kind, entry.name, entry.written, flat, None, *marks, entry.box, entry.rows)
 
 
 def _bytes_of(source: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,11 @@ from shardwise.comm import World
 from shardwise.errors import CheckpointError, CommError
 from shardwise.machine import spare_bytes
 from shardwise.optim import AdoptedOptimizer, Piece
-from shardwise.storage import agrees, copy_into, may_overlap
+from shardwise.placement import Box, Span
+from shardwise.storage import DiskRows, agrees, copy_into, may_overlap
+
+STREAMED_NUMEL = 2**20
+"""Elements that are in memory at once on their way from a checkpoint to a disk."""
 
 
 class Stateful(Protocol):
@@ -61,6 +65,8 @@ class _PieceStates:
     """The states that a piece will have, by key, and of each where it lies in the checkpoint."""
 
     piece: Piece
+    box: Box | None = None
+    """Where a model axis cuts the parameter, the part that the piece is of."""
     reads: dict[str, list[Read]] = field(default_factory=dict)
     wholes: dict[str, Read] = field(default_factory=dict)
     ready: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -180,7 +186,7 @@ def _work_out(recipe: _Recipe, reader: Reader, content: Content, optimizer: Adop
         kind = _kind_there(reader, entry)
         recipe.tensors.append(_Filling(entry, reader.reads(kind, entry.name, entry.span, entry.box)))
     for piece in optimizer.pieces if optimizer is not None and reader.index.groups else ():
-        states = _PieceStates(piece)
+        states = _PieceStates(piece, content.boxes.get(piece.name))
         recipe.states.append(states)
         kinds = [kind for kind in reader.kinds_of(piece.name) if kind.startswith("state.")]
         for kind in kinds if piece.span.numel else ():
@@ -188,7 +194,7 @@ def _work_out(recipe: _Recipe, reader: Reader, content: Content, optimizer: Adop
             if whole is not None:
                 states.wholes[key] = whole
             else:
-                states.reads[key] = reader.reads(kind, piece.name, piece.span, content.boxes.get(piece.name))
+                states.reads[key] = reader.reads(kind, piece.name, piece.span, states.box)
 
 
 def _kind_there(reader: Reader, entry: Entry) -> str:
@@ -213,20 +219,20 @@ def _read_and_check(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer
         entry, reads = filling.entry, filling.reads
         if may_overlap(entry.tensor):
             _check_overlap(reader, entry, reads)
-        if spare.takes(entry.span.numel * entry.tensor.dtype.itemsize):
+        if entry.rows is None and spare.takes(entry.span.numel * entry.tensor.dtype.itemsize):
             filling.ready = torch.empty(entry.span.numel, dtype=entry.tensor.dtype)
         for read in reads:
             reader.check(read) if filling.ready is None else reader.fill(read, filling.ready)
     for states in recipe.states:
         assert optimizer is not None
         tensor = states.piece.tensor.detach()
-        is_on_disk = states.piece.flat.rows is not None  # then their memory would be taken besides
+        is_on_disk = states.piece.flat.rows is not None  # from one file to another, when all have agreed
         has_some = is_on_disk or not optimizer.takes_states_as_they_are or bool(optimizer.state_of(states.piece))
         for key, reads in states.reads.items():
             dtype = _state_dtype(reader, optimizer, states.piece, key)
             if not has_some:
                 states.ready[key] = _read_state(reader, torch.empty_like(tensor, dtype=dtype), reads)
-            elif spare.takes(tensor.numel() * dtype.itemsize):
+            elif not is_on_disk and spare.takes(tensor.numel() * dtype.itemsize):
                 states.ready[key] = _read_state(reader, torch.empty_like(tensor, dtype=dtype, device="cpu"), reads)
             else:
                 for read in reads:
@@ -297,8 +303,11 @@ def _fill(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -
 
 
 def _fill_tensor(filling: _Filling, reader: Reader) -> None:
-    out, values = filling.entry.tensor.detach(), filling.ready
+    entry, out, values = filling.entry, filling.entry.tensor.detach(), filling.ready
     filling.ready = None
+    if entry.rows is not None:
+        _stream(reader, entry.rows, out, filling.reads, entry.span, entry.box)
+        return
     if values is None:
         values = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
         for read in filling.reads:
@@ -318,7 +327,10 @@ def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -
         had = optimizer.state_of(piece) if optimizer.takes_states_as_they_are else {}
         for key, reads in states.reads.items():
             dtype, ready = _state_dtype(reader, optimizer, piece, key), states.ready.pop(key, None)
-            if ready is None:
+            if piece.flat.rows is not None:
+                given[key] = piece.flat.rows.place(piece.index, key, piece.tensor.numel(), dtype)
+                _stream(reader, piece.flat.rows, given[key], reads, piece.span, states.box)
+            elif ready is None:
                 given[key] = _read_state(reader, _memory_for(piece, dtype, had.get(key)), reads)
             elif ready.device == device:
                 given[key] = ready
@@ -337,6 +349,17 @@ def _memory_for(piece: Piece, dtype: torch.dtype, had: object) -> torch.Tensor:
     if isinstance(had, torch.Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype):
         return had.detach()
     return torch.empty_like(piece.tensor.detach(), dtype=dtype)
+
+
+def _stream(reader: Reader, rows: DiskRows, out: torch.Tensor, reads: list[Read], span: Span, box: Box | None) -> None:
+    """From the checkpoint's files to where `out` says on a disk, piece by piece."""
+    memory = torch.empty(min(span.numel, STREAMED_NUMEL), dtype=out.dtype)
+    for start in range(0, span.numel, STREAMED_NUMEL):
+        part = Span(span.start + start, min(span.start + start + STREAMED_NUMEL, span.stop))
+        values = memory[: part.numel]
+        for read in reader.reads(reads[0].chunk.kind, reads[0].chunk.name, part, box):
+            reader.fill(read, values)
+        rows.write(out[start : start + part.numel], values)
 
 
 def _read_state(reader: Reader, out: torch.Tensor, reads: list[Read]) -> torch.Tensor:

@@ -79,6 +79,8 @@ class TrainingState:
         self._tensors: dict[tuple[str, str], Tensor] = {
             (slot.name, PARAM): flat.param_piece(index) for flat in flats for index, slot in enumerate(flat.slots)
         }
+        self._rows = {slot.name: flat.rows for flat in flats if flat.rows is not None for slot in flat.slots}
+        """Where on a disk what `_tensors` says lies."""
         self._kinds: dict[str, dict[str, torch.dtype]] = {}
         self._values: States = {}
         if optimizer is not None:
@@ -102,8 +104,8 @@ class TrainingState:
         ]
         for dtype in dict.fromkeys(thing.dtype for thing in things):
             same = [thing for thing in things if thing.dtype == dtype]
-            self._keep_own(same, homes, filled)
-            self._exchange(same, dtype, homes, filled, (collectives, flat.device))
+            self._keep_own(same, homes, filled, flat)
+            self._exchange(same, dtype, homes, filled, (collectives, flat))
         for name in homes:
             for kind in (PARAM, *self._kinds.pop(name, ())):
                 self._tensors.pop((name, kind), None)
@@ -164,20 +166,33 @@ class TrainingState:
             for key, dtype in self._kinds_of(name, home.spec).items():
                 if key != PARAM:
                     follows = dtype == self._homes[name].dtype
-                    filled[name, key] = torch.empty_like(piece, dtype=piece.dtype if follows else dtype)
+                    kept = piece.dtype if follows else dtype
+                    if flat.rows is not None:
+                        filled[name, key] = flat.rows.place(index, key, piece.numel(), kept)
+                    else:
+                        filled[name, key] = torch.empty_like(piece, dtype=kept)
                     states[name][key] = filled[name, key]
         return filled, states
 
+    def _own(self, thing: _Thing, span: Span) -> Tensor:
+        """Elements of what this rank has, in memory."""
+        tensor, rows = _cut(self._tensors[thing.name, thing.kind], span), self._rows.get(thing.name)
+        return rows.read(tensor) if rows is not None and rows.has(tensor) else tensor
+
     def _keep_own(
-        self, things: Sequence[_Thing], homes: Mapping[str, _Home], filled: Mapping[tuple[str, str], Tensor]
+        self,
+        things: Sequence[_Thing],
+        homes: Mapping[str, _Home],
+        filled: Mapping[tuple[str, str], Tensor],
+        flat: Flat,
     ) -> None:
         me = self._world.rank
         for thing in things:
             had, needed = self._homes[thing.name].kept(me), homes[thing.name].kept(me)
             common = had.overlap(needed)
             if common.numel:
-                source, target = self._tensors[thing.name, thing.kind], filled[thing.name, thing.kind]
-                _cut(target, common.within(needed)).copy_(_cut(source, common.within(had)))
+                target = _cut(filled[thing.name, thing.kind], common.within(needed))
+                flat.put(target, self._own(thing, common.within(had)))
 
     def _exchange(
         self,
@@ -185,17 +200,15 @@ class TrainingState:
         dtype: torch.dtype,
         homes: Mapping[str, _Home],
         filled: Mapping[tuple[str, str], Tensor],
-        by: tuple[Collectives, torch.device],
+        by: tuple[Collectives, Flat],
     ) -> None:
-        """One message to each rank that lacks what this one is to give, with all of it. `by` collectives of a device,
-        wherever on this rank it comes from and goes to."""
-        world, (collectives, device) = self._world, by
+        """One message to each rank that lacks what this one is to give, with all of it. `by` collectives of the device
+        of what is filled, wherever on this rank it comes from and goes to."""
+        world, (collectives, flat), device = self._world, by, by[1].device
         sent, arrived, targets = [], [], []
         for other in range(world.size):
             goes = [
-                _cut(self._tensors[thing.name, thing.kind], span.within(self._homes[thing.name].kept(world.rank))).to(
-                    device
-                )
+                self._own(thing, span.within(self._homes[thing.name].kept(world.rank))).to(device)
                 for thing, span in self._passing(things, homes, world.rank, other)
             ]
             comes = list(self._passing(things, homes, other, world.rank))
@@ -208,7 +221,7 @@ class TrainingState:
             start = 0
             for thing, span in comes:
                 target = _cut(filled[thing.name, thing.kind], span.within(homes[thing.name].kept(world.rank)))
-                target.copy_(message[start : start + span.numel])
+                flat.put(target, message[start : start + span.numel])
                 start += span.numel
 
     def _passing(

@@ -6,9 +6,11 @@ import argparse
 import importlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
+from shardwise.calibration import default_path, read_calibration
 from shardwise.cli.explanation import Explanation, Subject, as_json, explain, stand_in
 from shardwise.cli.print_explanation import print_explained, print_presets
 from shardwise.config import Budget, Plan, load_plan
@@ -33,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "floating-point tensors",
     )
     parser.add_argument(
+        "--expert-load",
+        type=float,
+        metavar="F",
+        help="with --batch: how many times an even share of the tokens experts get (default: 1.5); where they have a "
+        "capacity, it is as many as all ranks may send",
+    )
+    parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", help="change one value of the plan; may be repeated"
     )
     parser.add_argument(
@@ -44,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--optimizer", choices=OPTIMIZERS, help="the optimizer, instead of a number of states", metavar="NAME"
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help=f"what `shardwise bench disk`, `host` and `links` have measured, for the seconds that tiers take "
+        f"(default: {default_path()})",
     )
     parser.add_argument("--full", action="store_true", help="print all of a long program")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
@@ -89,7 +105,7 @@ def _explained(args: argparse.Namespace) -> Explanation:
     if plan.budget != Budget() and args.model is None:
         raise ConfigError("budget chooses among the units of a model: give --model FILE:CALLABLE too.")
     plan, subject = _subject(args, plan, table, mesh)
-    return explain(plan, mesh, table, known_from, subject)
+    return explain(plan, mesh, table, known_from, subject, read_calibration(args.calibration))
 
 
 def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> tuple[Plan, Subject]:
@@ -98,15 +114,21 @@ def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> 
         return plan, Subject(stand_in(table, mesh, plan, args.optimizer), (), args.optimizer_states, args.optimizer)
     model_file = importlib.import_module("shardwise.cli.model_file")  # needs torch, which takes a second to import
     model = model_file.build_model(args.model)
-    plan = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states)
+    fitted = model_file.within_budget_of(model, plan, mesh, args.optimizer, args.optimizer_states)
+    plan = fitted.plan
     specs, sizes = model_file.units_of(args.model, model, plan, mesh, args.optimizer)
     stages = model_file.stages_of(model, plan, mesh)
     experts, row_numel = model_file.experts_of(model, plan, mesh)
     subject = Subject(specs, sizes, args.optimizer_states, args.optimizer, stages=stages)
     place, stages_of_units = model_file.places_of(model, plan, mesh)
-    subject = replace(subject, experts=experts, row_numel=row_numel)
+    subject = replace(subject, experts=experts, row_numel=row_numel, budget=fitted.said)
     subject = replace(subject, pipeline_rank=place, stages_of_units=stages_of_units)
     if args.batch is None:
         return plan, subject
-    activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh)
-    return plan, replace(subject, activations=activations, batch=args.batch, activation_bytes=sent_bytes)
+    given = args.expert_load
+    if given is not None and not given >= 1:
+        raise ConfigError(f"--expert-load is {given}; give how many times an even share, at least 1.")
+    load = model_file.EXPERT_LOAD if given is None else given
+    activations, sent_bytes = model_file.activations_of(model, args.batch, plan, table, mesh, load)
+    counted = replace(subject, activations=activations, batch=args.batch, activation_bytes=sent_bytes)
+    return plan, replace(counted, expert_load=load)

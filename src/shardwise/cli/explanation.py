@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shardwise.calibration import Calibration
 from shardwise.config import Plan, plan_table
 from shardwise.mesh import EXPERT_AXIS, SEQUENCE_AXIS, Mesh
 from shardwise.placement import (
     KINDS,
     WIDTH,
+    Offloaded,
     Span,
     Table,
     check_offload,
     pack,
     padded_numel,
     ruled_tables,
-    share_of_last,
     table_for,
-    with_update_on_host,
 )
 from shardwise.program import (
     Activations,
@@ -37,6 +37,7 @@ from shardwise.program import (
     update_by,
 )
 from shardwise.program.schedule import Op, Schedule, schedule_of, timed
+from shardwise.tier_time import TierTime, tier_time
 from shardwise.units import format_bytes
 
 NUM_STAND_INS = 4
@@ -82,8 +83,12 @@ class Subject:
     """Of a pipeline, for each unit the stages that use it; empty if that is not known."""
     experts: str = ""
     """Which rank along `ep` has which experts."""
+    expert_load: float = 0.0
+    """How many times an even share of the tokens experts were rehearsed to get."""
     row_numel: int = 0
     """Elements that go to experts for one choice of one token, in all layers together."""
+    budget: str = ""
+    """What the plan's budget came to, and why."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class Explanation:
     step: StepProgram
     held: Footprint
     replicated: Footprint
+    tiers: TierTime | None = None
+    """What tiers cost a rank in a step, with all ranks on one host; `None` where all is on the device."""
 
     @property
     def rules(self) -> dict[str, Table]:
@@ -157,17 +164,26 @@ class Explanation:
         if self.subject.row_numel:
             num_bytes = self.subject.row_numel * WIDTH[self.table.compute]
             rows = f"{format_bytes(num_bytes)} in all layers together"
+        counted = ""
+        if self.subject.batch is not None:
+            counted = (
+                f" Experts are counted with {self.subject.expert_load:g} times an even share of the tokens, or, with a "
+                f"capacity, with as many as all ranks may send."
+            )
         return (
             f"Tokens on their way to experts are not in these figures: along {EXPERT_AXIS}, for each token and expert "
             f"that it chose, {rows}, there and back, in forward and in backward; {size - 1}/{size} of it to other "
-            f"ranks where experts are evenly loaded."
+            f"ranks where experts are evenly loaded.{counted}"
         )
 
 
-def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject) -> Explanation:
+def explain(
+    plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subject, calibration: Calibration | None = None
+) -> Explanation:
     """Plan one step of the subject's units, and the same step with a copy on every rank.
 
     They are used in the order of the rehearsal that counted its activations, or else one after the other.
+    `calibration` is what the machine was measured to give.
     """
     copies = table_for(Plan(preset="ddp", precision=plan.precision), mesh).on(mesh)
     replicas = tuple(
@@ -175,26 +191,35 @@ def explain(plan: Plan, mesh: Mesh, table: Table, known_from: str, subject: Subj
     )
     step, replicated = (_planned(plan, mesh, some, subject) for some in (subject.units, replicas))
     held = _held(plan, step, subject)
-    return Explanation(plan, mesh, table, known_from, subject, step, held, _held(plan, replicated, subject))
+    tiers = tier_time(
+        step,
+        held,
+        calibration or Calibration(),
+        num_micro_batches=plan.accumulate,
+        num_local=mesh.world_size,
+        folder=plan.disk,
+    )
+    return Explanation(plan, mesh, table, known_from, subject, step, held, _held(plan, replicated, subject), tiers)
 
 
 def said_on_host(flats: Sequence[FlatSpec]) -> str:
-    """What of a unit is on the host."""
+    """What of a unit is on the host, and on a disk."""
     what: dict[Buffer, str] = {"param": "parameters", "grad": "gradients", "master": "update"}
     trained = [flat for flat in flats if flat.trainable] or list(flats)
+    on_disk = any(flat.tier_of("master") == "disk" for flat in trained)
+    rests = any(flat.rests_on_disk for flat in trained)
     there = [word for buffer, word in what.items() if any(flat.tier_of(buffer) == "host" for flat in trained)]
-    return f"{', '.join(there)} on the host" if there else ""
+    there += ["update"] if on_disk else []
+    said = [f"{', '.join(there)} on the host"] if there else []
+    below = [word for word, is_there in (("parameters", rests), ("states", on_disk)) if is_there]
+    return ", ".join([*said, f"{' and '.join(below)} on the disk"] if below else said)
 
 
 def stand_in(table: Table, mesh: Mesh, plan: Plan, optimizer: str | None = None) -> tuple[UnitSpec, ...]:
     """Units to look at where there is no model."""
     check_offload(plan, mesh)
-    shares = (share_of_last([1] * NUM_STAND_INS, share) for share in (plan.offload.optim, plan.offload.param))
-    updated, resting = shares
-    tables = [
-        with_update_on_host(table, params=index in resting) if index in updated else table
-        for index in range(NUM_STAND_INS)
-    ]
+    offloaded = Offloaded.of(plan.offload, [1] * NUM_STAND_INS)
+    tables = [offloaded.table(index, table) for index in range(NUM_STAND_INS)]
     numel = padded_numel(pack([("weight", (STAND_IN_NUMEL,))]), mesh.world_size)
     names = [f"h.{index}" for index in range(NUM_STAND_INS)]
     update = update_by(optimizer, STAND_IN_SHAPE, is_hidden=True) if optimizer else None
@@ -225,6 +250,8 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         **({} if host is None else {"bytes_on_host": {**host.by_kind, "total": host.total}}),
         **({} if host is None else {"copied_bytes_per_step": explained.copied_bytes}),
         **({} if explained.held.disk is None else {"bytes_on_disk": explained.held.disk.by_kind}),
+        **({} if explained.tiers is None else {"tiers": explained.tiers.as_json()}),
+        **({"budget": subject.budget.splitlines()} if subject.budget else {}),
         "peak_at": _said_peak(explained.held),
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,

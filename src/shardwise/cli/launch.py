@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import sys
 import warnings
 from pathlib import Path
 
 from shardwise import launch
+from shardwise.config import load_plan
+from shardwise.errors import LaunchError
+from shardwise.integrations.accelerate_config import read_accelerate_config
 from shardwise.launch.job import Job, describe
+
+_OF_SEVERAL_HOSTS = ("num_nodes", "hostfile", "include", "exclude")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what ranks get to end by themselves after a signal or a failure (default: 10)",
     )
     option("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    option("--shardwise", metavar="PLAN", help="the plan for an unmodified script's Trainer or Accelerator")
+    option("--accelerate-config", type=Path, metavar="FILE", help="a file of `accelerate config`: ranks and plan")
     option("-m", "--module", action="store_true", help="run a module, as `python -m` does")
+    option("--as-deepspeed", action="store_true", help="`import deepspeed` finds shardwise (docs/deepspeed.md)")
+    option("--num_gpus", type=int, metavar="N", help="with --as-deepspeed: the same as --nproc")
+    for name in _OF_SEVERAL_HOSTS:
+        option(f"--{name}", help=argparse.SUPPRESS)
     # PARSER is REMAINDER that wants at least one and leaves a "--" among the script's own alone
     option("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
 
@@ -42,6 +56,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    _read_as_deepspeed(args)
+    if args.accelerate_config is not None:
+        _take_accelerate_config(args)
+    if args.shardwise is not None and not args.shardwise.startswith("{"):
+        load_plan(args.shardwise)
     job = _job(args, nproc=1 if args.nproc is None else args.nproc)
     job.check()
     with launch.listen(job.port) as listener:  # both before torch is imported: a mistake is told at once
@@ -52,6 +71,33 @@ def _run(args: argparse.Namespace) -> int:
             print(describe(job, on_cpu=num_gpus == 0))
             return 0
         return launch.supervise(job, listener, on_cpu=num_gpus == 0)
+
+
+def _read_as_deepspeed(args: argparse.Namespace) -> None:
+    """What people type after `deepspeed`, as what they would type here."""
+    elsewhere = [name for name in _OF_SEVERAL_HOSTS if getattr(args, name) not in (None, "1")]
+    if elsewhere:
+        raise LaunchError(
+            f"--{elsewhere[0]} is about several hosts, and `shardwise launch` starts ranks on this one. Run torchrun "
+            f"on each host instead."
+        )
+    if args.num_gpus is not None:
+        if args.nproc not in (None, args.num_gpus):
+            raise LaunchError(f"--num_gpus {args.num_gpus} and --nproc {args.nproc} are two counts. Give one of them.")
+        args.nproc = args.num_gpus
+
+
+def _take_accelerate_config(args: argparse.Namespace) -> None:
+    """What is said on the command line counts more than the file, and what has no place here is listed."""
+    config = read_accelerate_config(args.accelerate_config)
+    if args.shardwise is not None:
+        config.not_understood.append(f"the plan {json.dumps(config.plan)}: --shardwise {args.shardwise} counts")
+    for line in config.not_understood:
+        print(f"shardwise: {args.accelerate_config}: not understood: {line}", file=sys.stderr)
+    args.shardwise = args.shardwise or json.dumps(config.plan)
+    args.nproc = args.nproc or config.nproc
+    args.port = args.port or config.port
+    os.environ.update(config.environment)
 
 
 def _job(args: argparse.Namespace, nproc: int) -> Job:
@@ -65,4 +111,14 @@ def _job(args: argparse.Namespace, nproc: int) -> Job:
         threads=args.threads,
         log_dir=args.log_dir,
         grace_seconds=args.timeout,
+        run_by=_run_by(args),
     )
+
+
+def _run_by(args: argparse.Namespace) -> tuple[str, ...]:
+    """The module that runs the script, if it is not run as it is, and what that is told."""
+    if args.as_deepspeed and args.shardwise is not None:
+        raise LaunchError("--as-deepspeed takes its plan from the DeepSpeed config. Leave out --shardwise.")
+    if args.as_deepspeed:
+        return ("shardwise.integrations.deepspeed",)
+    return () if args.shardwise is None else ("shardwise.integrations.run", "--plan", args.shardwise)

@@ -6,8 +6,9 @@ import copy
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,21 +17,23 @@ import torch
 from torch import nn
 
 from shardwise.activations import treatments_for
+from shardwise.budget import Fitted, Ranks, choices_by_place, of_params, params_by_place, within_budget
 from shardwise.cli.explanation import UnitSize, said_on_host
 from shardwise.comm import Group, Line
 from shardwise.config import Plan
 from shardwise.cuts import boxes_for, rows_for, split_of
 from shardwise.devices import TorchAccelerator
-from shardwise.errors import ConfigError, ModelError, nearest
-from shardwise.experts import expert_split
+from shardwise.errors import ModelError, nearest
+from shardwise.experts import AXIS as EXPERTS
+from shardwise.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
 from shardwise.optim import hidden_matrices
 from shardwise.pipeline import StagedModel, StageLayout, has_pipeline, stage_layout
 from shardwise.placement import Table
 from shardwise.program import Activations, UnitSpec, Update, update_by
-from shardwise.rehearsal import StageRehearsal, rehearse
+from shardwise.rehearsal import Around, StageRehearsal, nothing_around, rehearse
 from shardwise.sequence import rehearsed_by
-from shardwise.storage import LabelledTable, Ranks, Unit, UnitChoice, choose_units, make_unit, unit_spec, within_budget
+from shardwise.storage import LabelledTable, Unit, UnitChoice, choose_units, make_unit, unit_spec
 from shardwise.telemetry import ByteMeter, Ledger
 from shardwise.tensor import AXIS, Regions
 
@@ -51,7 +54,7 @@ def units_of(
     return tuple(spec for _, spec in kept), tuple(sizes)
 
 
-def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Plan:
+def within_budget_of(model: nn.Module, plan: Plan, mesh: Mesh, optimizer: str | None, num_states: int) -> Fitted:
     """`plan` with the offload that its budget comes to, all ranks on one host."""
     updates = _updates(model, optimizer) if optimizer else None
     ranks = Ranks(on_cpu=_device().type == "cpu", num_local=mesh.world_size)
@@ -83,12 +86,8 @@ def places_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple[tupl
 
 def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
     """Units as rank 0 has them, which has no less than any other; under a pipeline, as the one with most parameters."""
-    experts = expert_split(model, plan, mesh, 0)
-    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
-    choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
-    if has_pipeline(mesh):
-        return _of_largest_rank(choices, model, stage_layout(model, plan, mesh))
-    return choices
+    places, _ = choices_by_place(model, plan, mesh)
+    return places[_largest(model, stage_layout(model, plan, mesh))] if has_pipeline(mesh) else places[0]
 
 
 def _rows(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[nn.Parameter, LabelledTable]:
@@ -104,105 +103,115 @@ def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
 
 def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
     """What of the units lies on the pipeline rank that has most parameters."""
-    return _of_params(choices, _params_at(model, layout)[_largest(model, layout)])
-
-
-def _of_params(choices: list[UnitChoice], params: set[nn.Parameter]) -> list[UnitChoice]:
-    own = [
-        replace(one, params={name: param for name, param in one.params.items() if param in params}) for one in choices
-    ]
-    return [one for one in own if one.params]
-
-
-def _params_at(model: nn.Module, layout: StageLayout) -> list[set[nn.Parameter]]:
-    """By place along the pipeline."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    return [
-        {param for stage in layout.at(place) for name in layout.stages[stage] for param in modules[name].parameters()}
-        for place in range(layout.num_ranks)
-    ]
+    return of_params(choices, params_by_place(model, layout)[_largest(model, layout)])
 
 
 def _largest(model: nn.Module, layout: StageLayout) -> int:
     """The place along the pipeline that has most parameters."""
-    sizes = [sum(param.numel() for param in params) for params in _params_at(model, layout)]
+    sizes = [sum(param.numel() for param in params) for params in params_by_place(model, layout)]
     return sizes.index(max(sizes))
 
 
-class _CountsAnew:
-    """In the place of a model's forward: what a rehearsal that is repeated has sent counts once."""
-
-    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
-        self._model = model
-        self._ledger = ledger
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _CountsAnew:
-        return _CountsAnew(copy.deepcopy(self._model, memo), self._ledger)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._ledger.clear()
-        return type(self._model).forward(self._model, *args, **kwargs)
-
-
-def activations_of(model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh) -> tuple[Activations, int]:
+def activations_of(
+    model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh, expert_load: float = EXPERT_LOAD
+) -> tuple[Activations, int]:
     """What `model` holds in a forward and backward on the batch that `FILE:CALLABLE` returns, and the bytes that it
     sends there along model axes; under a pipeline what each stage of the rank with most parameters holds.
 
     Runs the file and the callable, and the model's forward on tensors without values, which claim to be on a GPU if
-    this machine has one. Where sequences are split the batch is a rank's part.
+    this machine has one. Where sequences are split the batch is a rank's part. Experts get `expert_load` times an even
+    share of the tokens, or what their capacity lets all ranks send.
     """
-    splits_sequences = SEQUENCE_AXIS in mesh.axes and mesh.size(SEQUENCE_AXIS) > 1
-    if splits_sequences and has_pipeline(mesh):
-        raise ConfigError("--batch counts stages or split sequences, not both. Leave it out.")
-    if mesh.has_experts:
-        raise ConfigError("Activations of experts that lie on several ranks are not rehearsed yet. Leave out --batch.")
     make = _loaded("--batch", source, "train.py:sample_batch")
     try:
         batch = make()
     except Exception as error:
         raise ModelError(f"{source} failed to make a batch: {type(error).__name__}: {error}.") from error
+    parts = _Parts(plan, table, mesh, _device(), expert_load)
     if has_pipeline(mesh):
-        return _of_stages(model, batch, plan, table, mesh), 0
-    device = _device()
-    units = _made(_choices(model, plan, mesh), model, plan, mesh, device)
-    split, ledger = split_of(model, plan, mesh, 0), Ledger()
-    if split is not None:
-        line = Line(None, Group(AXIS, mesh.group(0, AXIS), 0), ledger)
-        split.carry_out(line, Regions(line))
-        model.__dict__["forward"] = _CountsAnew(model, ledger)
-    around = rehearsed_by(model, plan, mesh) if splits_sequences else None
+        return parts.of_stages(model, batch)
+    ledger = Ledger()
+    around = parts.around(model, ledger)
+    units = parts.cut(model, ledger)
     treatments = treatments_for(model, choose_units(model, plan), plan)
     activations = rehearse(
-        model, units, batch, device=device, compute=table.compute, around=around, treatments=treatments
+        model, units, batch, device=parts.device, compute=table.compute, around=around, treatments=treatments
     )
     return activations, sum(ledger.sent_bytes.values())
 
 
-def _made(choices: list[UnitChoice], model: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> list[Unit]:
-    """Units of `model` as the first rank has them."""
-    rows, first, on_host = _rows(model, plan, mesh), dict.fromkeys(mesh.axes, 0), device.type == "cpu"
-    units = [make_unit(choice, rows, mesh, first, ByteMeter(), device, on_host=on_host) for choice in choices]
-    return [unit for unit in units if unit.flats]
+@dataclass(frozen=True)
+class _Parts:
+    """What the first rank of a plan has of a model, to be rehearsed."""
 
+    plan: Plan
+    table: Table
+    mesh: Mesh
+    device: torch.device
+    expert_load: float
 
-def _of_stages(model: nn.Module, batch: object, plan: Plan, table: Table, mesh: Mesh) -> Activations:
-    """Of the rank with most parameters; stages of other ranks tell what they hand over."""
-    if AXIS in mesh.axes and mesh.size(AXIS) > 1:
-        raise ConfigError(f"--batch counts pipeline stages that are not cut along {AXIS!r}. Leave it out.")
-    layout, device = stage_layout(model, plan, mesh), _device()
-    rehearsals = []
-    for place in range(layout.num_ranks):
-        own = copy.deepcopy(model)
-        units = _made(_of_params(choose_units(own, plan), _params_at(own, layout)[place]), own, plan, mesh, device)
-        treatments = treatments_for(own, choose_units(own, plan), plan)
-        treatments.check_stages(own, layout.pieces)
-        staged = StagedModel(own, layout, place)
-        left = treatments.within(own)
-        rehearsals.append(StageRehearsal(staged, units, batch, device, table.compute, treatments=left))
-    arrived = None
-    for stage in range(len(layout.stages)):
-        arrived = rehearsals[layout.place_of(stage)].go_through(stage, arrived)
-    return rehearsals[_largest(model, layout)].together()
+    def of_stages(self, model: nn.Module, batch: object) -> tuple[Activations, int]:
+        """Of the rank with most parameters; stages of other ranks tell what they hand over."""
+        layout = stage_layout(model, self.plan, self.mesh)
+        rehearsals, ledgers = [], [Ledger() for _ in range(layout.num_ranks)]
+        for place, ledger in enumerate(ledgers):
+            own = copy.deepcopy(model)
+            treatments = treatments_for(own, choose_units(own, self.plan), self.plan)
+            treatments.check_stages(own, layout.pieces)
+            around, params = self.around(own, ledger), params_by_place(own, layout)[place]
+            units = self.cut(own, ledger, params)
+            staged = StagedModel(own, layout, place)
+            present = set(own.modules())
+            for unit in units:
+                unit.sites = [site for site in unit.sites if site in present]
+            left = treatments.within(own)
+            rehearsals.append(
+                StageRehearsal(staged, units, batch, self.device, self.table.compute, treatments=left, around=around)
+            )
+        arrived, largest, sent_bytes = None, _largest(model, layout), 0
+        for stage in range(len(layout.stages)):
+            place = layout.place_of(stage)
+            arrived = rehearsals[place].go_through(stage, arrived)
+            sent_bytes += sum(ledgers[place].sent_bytes.values()) if place == largest else 0
+        return rehearsals[largest].together(), sent_bytes
+
+    def cut(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
+        """The units of `model`, or of some `params` of it. The model is changed in place, to count in `ledger` what it
+        sends."""
+        plan, mesh = self.plan, self.mesh
+        experts = expert_split(model, plan, mesh, 0)
+        split = split_of(model, plan, mesh, 0, experts)
+        boxes = boxes_for(model, mesh, 0, split, experts)
+        rows, first, on_host = (
+            rows_for(model, plan, mesh, experts),
+            dict.fromkeys(mesh.axes, 0),
+            self.device.type == "cpu",
+        )
+        choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
+        choices = choices if params is None else of_params(choices, params)
+        units = [make_unit(one, rows, mesh, first, ByteMeter(), self.device, on_host=on_host) for one in choices]
+        if experts is not None:
+            experts.carry_out(self._line(EXPERTS))  # what tokens send is told apart
+        if split is not None:
+            line = self._line(AXIS, ledger)
+            split.carry_out(line, Regions(line))
+        return [unit for unit in units if unit.flats]
+
+    def around(self, model: nn.Module, ledger: Ledger) -> Around:
+        """What is entered with a twin of `model`, which is still whole, while it computes."""
+        has_sequences = SEQUENCE_AXIS in self.mesh.axes and self.mesh.size(SEQUENCE_AXIS) > 1
+        over_sequences = rehearsed_by(model, self.plan, self.mesh) if has_sequences else nothing_around
+
+        @contextmanager
+        def around(twin: nn.Module) -> Iterator[None]:
+            ledger.clear()  # what a rehearsal that is repeated has sent counts once
+            with loaded(twin, self.expert_load), over_sequences(twin):
+                yield
+
+        return around
+
+    def _line(self, axis: str, ledger: Ledger | None = None) -> Line:
+        return Line(None, Group(axis, self.mesh.group(0, axis), 0), ledger)
 
 
 def _device() -> torch.device:

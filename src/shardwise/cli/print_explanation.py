@@ -37,6 +37,7 @@ ON_HOST = {
     "activations": "what forwards save for backwards",
 }
 ON_DISK = {
+    "param": MEANINGS["param"],
     "optim": "one file for each flat buffer; read and written once in a step",
     "activations": ON_HOST["activations"],
 }
@@ -52,6 +53,8 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     if mesh.parted_axes:
         _section(console, "mesh", _mesh_grid(explained))
     _section(console, "plan", _plan_grid(explained))
+    if explained.subject.budget:
+        _section(console, "budget", Text(explained.subject.budget.removeprefix("budget: ")))
     _section(console, "table", _table_grid(explained.table), _below_rows(explained))
     for name, table in explained.rules.items():
         _section(console, f"table under the rule {name!r}", _table_grid(table), Text(f"computes in {table.compute}"))
@@ -66,11 +69,18 @@ def print_explained(explained: Explanation, console: Console, *, full: bool) -> 
     _section(console, "bytes per rank", _bytes_grid(explained), _bytes_note(explained))
     besides = [Text(said, "dim") for said in (explained.attention, explained.dispatch) if said]
     _section(console, "sent per rank and step", Text(_sent(explained)), *besides)
+    if explained.tiers is not None:
+        said = [*explained.tiers.lines, *_hosts(explained.tiers.num_local)]
+        _section(console, "tiers per rank and step", Text("\n".join(said)))
     text = explained.program if full else shortened(explained.program)
     _section(console, "program of one step" + (" (--full prints all)" if text != explained.program else ""))
     for line in text.splitlines():
         style = "dim" if line.lstrip().startswith("#") else "" if line[0] == " " else "cyan"
         console.print(Text(f"  {line}", style), soft_wrap=True)
+
+
+def _hosts(num_local: int) -> list[str]:
+    return ["All ranks are taken to be on one host."] if num_local > 1 else []
 
 
 def _pipeline_lines(schedule: Schedule, explained: Explanation) -> Iterator[str]:
@@ -150,6 +160,8 @@ def _says_nothing(path: str, value: object, plan: Plan) -> bool:
     """Whether a default need not be shown: what is left as it is, and what does not apply."""
     if path.startswith("loss_scale."):
         return plan.precision != "fp16"
+    if path.startswith("offload."):
+        return plan.offload.optim == 0
     if path.startswith("pipeline.") and "pp" not in (plan.mesh or {}):
         return True
     if path.startswith("sequence."):
@@ -190,7 +202,7 @@ def _units_lines(explained: Explanation) -> Iterator[Grid | Text]:
         count = format_count(STAND_IN_NUMEL)
         yield Text(f"No model was given: {NUM_STAND_INS} units of {count} parameters stand in. See --model.", "yellow")
         for unit in explained.subject.units:
-            if said_on_host(unit.flats) and explained.plan.offload.optim:
+            if said_on_host(unit.flats) and explained.plan.offload.optim > 0:
                 yield Text(f"{unit.name}: {said_on_host(unit.flats)}")
         return
     grid = _grid("", "parameters", "", right=["parameters"])

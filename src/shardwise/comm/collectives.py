@@ -27,21 +27,30 @@ class Collectives(Protocol):
     Every rank of the group calls, in the same order. Each call returns at once; the tensors it was given
     belong to it until `wait` returns. All tensors are one-dimensional and contiguous, and their length is
     a multiple of the group's size, except for `broadcast`, `all_to_all` and messages. `subject` says what is sent, such
-    as the name of a flat buffer: ranks that name different ones are told that they contradict each other.
+    as the name of a flat buffer: ranks that name different ones are told that they contradict each other. `chunks` are
+    what a tensor is for each rank of the group, for callers who keep them: to cut takes as long as to send little.
     """
 
     ledger: Ledger
     journal: Journal
 
-    def all_gather(self, full: Tensor, group: Group, subject: str) -> Work:
+    def all_gather(self, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None) -> Work:
         """Fill `full` in place: each rank has put its chunk, the `group.index`-th, where it belongs."""
         ...
 
-    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        source: Tensor,
+        group: Group,
+        wire: torch.dtype,
+        subject: str,
+        chunks: Sequence[Tensor] | None = None,
+    ) -> Work:
         """Sum the ranks' `source` and leave this rank's chunk of it in `out`, in `out`'s dtype.
 
         Elements travel as `wire` and are summed in `out`'s dtype, in the order of the group, where that is wider.
-        `source` is given away: others may still read it when this rank's work is done.
+        `source`, of which `chunks` are, is given away: others may still read it when this rank's work is done.
         """
         ...
 

@@ -90,14 +90,22 @@ class DeviceCollectives:
 
     # -- verbs ------------------------------------------------------------------------------------------
 
-    def all_gather(self, full: Tensor, group: Group, subject: str) -> Work:
+    def all_gather(self, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None) -> Work:
         entry = self._enter("gather", group, full.numel(), full.dtype, subject)
         numel = full.numel() // len(group.ranks)
-        own = full.narrow(0, group.index * numel, numel)
+        own = chunks[group.index] if chunks else full.narrow(0, group.index * numel, numel)
         self._count("gather", group, numel, full.dtype)
         return self._started(entry, group, lambda by: by.all_gather(full, own, self._line_of(group).gathers))
 
-    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        source: Tensor,
+        group: Group,
+        wire: torch.dtype,
+        subject: str,
+        chunks: Sequence[Tensor] | None = None,  # noqa: ARG002
+    ) -> Work:
         entry = self._enter("reduce_scatter", group, source.numel(), wire, subject)
         self._count("reduce_scatter", group, out.numel(), wire)
         sent, by_group = source.to(wire), self._line_of(group).reductions

@@ -28,9 +28,9 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 import torch
 
@@ -75,7 +75,8 @@ class LineRecord:
         self.recent: deque[_Record] = deque(maxlen=NUM_REMEMBERED)
 
 
-class Entry(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Entry:
     """One collective of one line, by its number."""
 
     line: LineRecord

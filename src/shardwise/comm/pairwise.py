@@ -17,6 +17,7 @@ from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
 from shardwise.comm.shared_buffers import Part
 from shardwise.comm.small import exchange
+from shardwise.comm.staging import StagingPool
 from shardwise.comm.work import Done, LinkError, Pending, Work
 from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
@@ -56,22 +57,32 @@ class Pairwise:
         self.ledger = Ledger()
         self.journal = journal
         self._transport = transport
+        self._staging = StagingPool()
 
-    def all_gather(self, full: Tensor, group: Group, subject: str) -> Work:
+    def all_gather(self, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None) -> Work:
         self.ledger.called("gather", group.axis)
-        return self._gather("gather", full, group, subject)
+        return self._gather("gather", full, group, subject, chunks)
 
-    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        source: Tensor,
+        group: Group,
+        wire: torch.dtype,
+        subject: str,
+        chunks: Sequence[Tensor] | None = None,
+    ) -> Work:
         self.ledger.called("reduce_scatter", group.axis)
         entry = self.journal.enter("reduce_scatter", group, source.numel(), wire, subject)
-        return Awaited(self.journal, entry, self._scatter_sums("reduce_scatter", out, source, group, wire, entry))
+        chunks = chunks or source.chunk(len(group.ranks))
+        return Awaited(self.journal, entry, self._scatter_sums("reduce_scatter", out, chunks, group, wire, entry))
 
     def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
         self.ledger.called("all_reduce", group.axis)
         chunks = out.chunk(len(group.ranks))
         own = chunks[group.index]
         entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
-        partly = self._scatter_sums("all_reduce", own, source, group, wire, entry)
+        partly = self._scatter_sums("all_reduce", own, source.chunk(len(chunks)), group, wire, entry)
         tag = entry.tag ^ 1
 
         def give_back() -> None:
@@ -147,26 +158,28 @@ class Pairwise:
     def cut(self) -> None:
         self._transport.cut()
 
-    def _gather(self, verb: str, full: Tensor, group: Group, subject: str) -> Work:
+    def _gather(
+        self, verb: str, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None
+    ) -> Work:
         entry = self.journal.enter(verb, group, full.numel(), full.dtype, subject)
-        chunks = full.chunk(len(group.ranks))
+        chunks = chunks or full.chunk(len(group.ranks))
         self._count(verb, group, full.nbytes // len(chunks))
         messages = self._swap(group, [chunks[group.index]] * len(chunks), chunks, entry.tag)
         return Awaited(self.journal, entry, Pending(messages))
 
     def _scatter_sums(
-        self, verb: str, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, entry: Entry
+        self, verb: str, out: Tensor, chunks: Sequence[Tensor], group: Group, wire: torch.dtype, entry: Entry
     ) -> Work:
         """Everybody sends everybody the chunk that is theirs to sum; sums run in the order of the group."""
-        chunks = source.chunk(len(group.ranks))
-        if len(chunks) == 1:
-            out.copy_(source)
-            return Done()
         own = chunks[group.index]
-        sent: Sequence[Tensor] = chunks
-        if source.dtype != wire:
+        if len(chunks) == 1:
+            out.copy_(own)
+            return Done()
+        sent = chunks
+        if own.dtype != wire:
             sent = [chunk.to(wire) if place != group.index else chunk for place, chunk in enumerate(chunks)]
-        arrived = list(source.new_empty(source.numel() - own.numel(), dtype=wire).chunk(len(chunks) - 1))
+        staging = self._staging.take(len(chunks) - 1, own.numel(), wire)
+        arrived = list(staging.chunks)
         arrived.insert(group.index, own)
         self._count(verb, group, own.numel() * wire.itemsize)
         messages = self._swap(group, sent, arrived, entry.tag)
@@ -183,6 +196,7 @@ class Pairwise:
             for chunk in arrived[2:]:
                 out.add_(chunk)
             arrived.clear()
+            self._staging.give_back(staging)
 
         return Pending(messages, add_up)
 

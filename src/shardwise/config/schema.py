@@ -164,21 +164,30 @@ class Sequence(Strict):
 
 
 class Offload(Strict):
-    """Which share of the model is kept on the host, by units: the last ones first, whose gradients come first."""
+    """Which share of the model is kept off the device, by units: the last ones first, whose gradients come first."""
 
     optim: float = Field(
         default=0.0, ge=0, le=1, description="share of the units whose states, gradients and update are on the host"
     )
+    optim_disk: float = Field(
+        default=0.0, ge=0, le=1, description="share whose states are on a disk instead; at most that of optim"
+    )
     param: float = Field(
         default=0.0, ge=0, le=1, description="share whose parameters rest on the host too; at most that of optim"
+    )
+    param_disk: float = Field(
+        default=0.0, ge=0, le=1, description="share whose parameters rest on the disk instead, beside their states"
     )
 
 
 class Budget(Strict):
-    """What memory there is; as little goes to the host as fits."""
+    """What memory there is; as little goes to the host as fits, and as little of that to a disk."""
 
     device: Bytes | None = Field(default=None, description="bytes on the device of each rank, activations aside")
     host: Bytes | None = Field(default=None, description="bytes of a host's memory, for all of its ranks together")
+    disk: str | None = Field(
+        default=None, description="folder on a local disk, of this job alone, for states that the host has no room for"
+    )
 
 
 class LossScale(Strict):
@@ -239,7 +248,7 @@ class Plan(Strict):
     resident_below: int = Field(
         default=0, ge=0, description="elements: smaller parameters stay whole on every rank between steps"
     )
-    offload: Offload = Field(default=Offload(), description="which share of the model is kept on the host")
+    offload: Offload = Field(default=Offload(), description="which share of the model is kept off the device")
     budget: Budget = Field(default=Budget(), description="what memory there is: sets offload to the least that fits")
     disk: str | None = Field(
         default=None, description="folder on a local disk, of this job alone, for rows on tier disk"
@@ -294,9 +303,12 @@ class Plan(Strict):
 
     def with_offload(self, offload: Offload) -> Plan:
         """The same plan with what its budget comes to in the place of that."""
-        plan = self.model_copy(update={"offload": offload, "budget": Budget()})
+        uses_disk = offload.optim_disk > 0 or offload.param_disk > 0
+        disk = self.budget.disk if uses_disk and self.budget.disk is not None else self.disk
+        plan = self.model_copy(update={"offload": offload, "budget": Budget(), "disk": disk})
         kept = {path: origin for path, origin in self._origins.items() if not path.startswith("budget")}
-        plan._origins = {**kept, "offload.optim": "budget", "offload.param": "budget"}
+        chosen = [f"offload.{key}" for key in Offload.model_fields] + (["disk"] if uses_disk else [])
+        plan._origins = {**kept, **dict.fromkeys(chosen, "budget")}
         return plan
 
     def model_post_init(self, _context: object) -> None:

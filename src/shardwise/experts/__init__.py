@@ -1,6 +1,7 @@
 """Mixtures of experts: layers for models of one's own, and the mesh axis `ep`, along which each rank has some experts
 (GShard, arXiv:2006.16668)."""
 
+from shardwise.experts.dispatch import EXPERT_LOAD, loaded
 from shardwise.experts.layer import Experts, MoE
 from shardwise.experts.router import Router, Routing, auxiliary_loss, check_routers, update_biases
 from shardwise.experts.split import AXIS, ExpertModule, ExpertSplit, expert_modules, expert_split
@@ -8,6 +9,7 @@ from shardwise.experts.totals import RankTotal, share_totals
 
 __all__ = [
     "AXIS",
+    "EXPERT_LOAD",
     "ExpertModule",
     "ExpertSplit",
     "Experts",
@@ -19,6 +21,7 @@ __all__ = [
     "check_routers",
     "expert_modules",
     "expert_split",
+    "loaded",
     "share_totals",
     "update_biases",
 ]

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 Tensor = torch.Tensor
 
@@ -93,17 +94,27 @@ class _Chosen(torch.autograd.Function):
         return by_choice.sum(1), None
 
 
-def assign(index: Tensor, num_experts: int, *, drops: bool) -> Assignment:
-    """Sort the choices `index` `[num_tokens, top_k]`, numbers of experts. With `drops` it may have `num_experts` where
-    a choice is dropped; that takes a look at the device."""
+def assign(index: Tensor, num_experts: int, capacity: int | None = None) -> Assignment:
+    """Sort the choices `index` `[num_tokens, top_k]`, numbers of experts. With a `capacity`, the most that an expert
+    has, it may have `num_experts` where a choice is dropped; that takes a look at the device."""
     num_tokens, top_k = index.shape
     flat = index.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = num_per_expert(flat, num_experts + drops)
-    if drops:
-        order = order[: flat.shape[0] - int(counts[-1])]
+    counts = num_per_expert(flat, num_experts + (capacity is not None))
+    if capacity is not None:
+        order = order[: _num_kept(counts, flat.shape[0], num_experts * capacity)]
         counts = counts[:-1]
     return Assignment(order, counts, num_tokens, top_k)
+
+
+def _num_kept(counts: Tensor, num_choices: int, most: int) -> int:
+    """In a rehearsal as many as there can be, since numbers of tokens are known only when they come."""
+    return min(num_choices, most) if is_rehearsed(counts) else num_choices - int(counts[-1])
+
+
+def is_rehearsed(tensor: Tensor) -> bool:
+    """Whether `tensor` has a shape and no values."""
+    return isinstance(tensor, FakeTensor)
 
 
 def num_per_expert(index: Tensor, num_experts: int) -> Tensor:

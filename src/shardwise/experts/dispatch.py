@@ -6,20 +6,24 @@ none: its outputs depend on its parameters all the same, so that its backward me
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.comm import Line
-from shardwise.errors import StateError
 from shardwise.experts.assignment import assign
 from shardwise.experts.layer import Experts
 from shardwise.placement import Span
 
 Tensor = torch.Tensor
+EXPERT_LOAD = 1.5
+"""How many times an even share of the tokens a rehearsal lets a rank's experts have."""
 
 
 class DispatchedExperts:
@@ -34,19 +38,25 @@ class DispatchedExperts:
         self._deals = tuple(deals)
         self._num_experts = deals[-1].stop
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise StateError("A model whose experts lie on several ranks cannot be copied.")
+    def __deepcopy__(self, memo: dict[int, Any]) -> RehearsedExperts:
+        """A copy of a model is a rehearsal's: a sharded model itself cannot be copied."""
+        return RehearsedExperts(copy.deepcopy(self._module, memo), copy.deepcopy(self._line, memo), self._deals)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
         """See `Experts.forward`; numbers in `top_k_index` are those of the whole model's experts."""
-        drops = isinstance(self._module, Experts) and self._module.drops
-        assignment = assign(top_k_index, self._num_experts, drops=drops)
+        assignment = assign(top_k_index, self._num_experts, self._capacity(top_k_index))
         counts = self._counts(assignment.counts)
         sent = [int(part.sum()) for part in self._by_place(assignment.counts.cpu())]
         arriving = [sum(of_rank) for of_rank in counts]
         rows = swap(assignment.rows(hidden_states), sent, arriving, self._line)
         made = swap(self._computed(rows, counts, top_k_weights), arriving, sent, self._line)
         return assignment.combine(made, top_k_weights)
+
+    def _capacity(self, top_k_index: Tensor) -> int | None:
+        """The most rows that come from this rank for one expert, if there is such a number."""
+        num_tokens, top_k = top_k_index.shape
+        module = self._module
+        return module.capacity(num_tokens, top_k, self._num_experts) if isinstance(module, Experts) else None
 
     def _by_place(self, counts: Tensor) -> list[Tensor]:
         return list(counts.split_with_sizes([span.numel for span in self._deals]))
@@ -60,16 +70,70 @@ class DispatchedExperts:
 
     def _computed(self, rows: Tensor, counts: Sequence[Sequence[int]], weights: Tensor | None) -> Tensor:
         """What this rank's experts make of `rows`, which lie rank by rank and then expert by expert."""
-        forward: Callable[..., Tensor] = type(self._module).forward
-        is_ours = isinstance(self._module, Experts)
-        if not rows.shape[0] and not is_ours:  # see [Note: who takes part]
+        if not rows.shape[0] and not isinstance(self._module, Experts):  # see [Note: who takes part]
             nothing = torch.stack([param.reshape(-1)[:0].sum() for param in self._module.parameters()]).sum()
             return rows + nothing.to(rows.dtype)
         experts = torch.tensor(list(range(len(counts[0]))) * len(counts))
         times = torch.tensor(list(itertools.chain.from_iterable(counts)))
-        index = experts.repeat_interleave(times).to(rows.device).unsqueeze(1)
-        ones = None if weights is None or is_ours else weights.new_ones(rows.shape[0], 1)
-        return forward(self._module, rows, index, ones)
+        return self._made_of(rows, experts.repeat_interleave(times).to(rows.device), weights)
+
+    def _made_of(self, rows: Tensor, experts: Tensor, weights: Tensor | None) -> Tensor:
+        """What this rank's `experts`, counted from its own first one, make of `rows`, one each."""
+        index = experts.unsqueeze(1)
+        if isinstance(self._module, Experts):
+            assignment = assign(index, self._deals[self._line.place].numel)
+            return assignment.combine(self._module.made_of(assignment.rows(rows), assignment.counts), None)
+        forward: Callable[..., Tensor] = type(self._module).forward
+        return forward(self._module, rows, index, None if weights is None else weights.new_ones(rows.shape[0], 1))
+
+
+class RehearsedExperts(DispatchedExperts):
+    """The same in a rehearsal, where nothing is sent and nobody knows how many tokens come.
+
+    Where an expert has a capacity as many are counted as all ranks may send; else `load` times an even share.
+    """
+
+    load = EXPERT_LOAD
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
+        assignment = assign(top_k_index, self._num_experts, self._capacity(top_k_index))
+        num_sent = assignment.order.shape[0]
+        num_arriving = self._num_arriving(top_k_index)
+        rows = assignment.rows(hidden_states)
+        arrived = swap(rows, *self._shares(num_sent, num_arriving), self._line)
+        made = self._made_of(arrived, assignment.order.new_zeros(num_arriving), top_k_weights)
+        back = swap(made, *self._shares(num_arriving, num_sent), self._line)
+        return assignment.combine(back, top_k_weights)
+
+    def _num_arriving(self, top_k_index: Tensor) -> int:
+        num_ranks, num_own = self._line.num_ranks, self._deals[self._line.place].numel
+        num_choices = top_k_index.numel()
+        capacity = self._capacity(top_k_index)
+        if capacity is not None:
+            return num_ranks * min(num_own * capacity, num_choices)
+        even = num_ranks * num_choices * num_own / self._num_experts
+        return min(num_ranks * num_choices, math.ceil(self.load * even))
+
+    def _shares(self, num_sent: int, num_arriving: int) -> tuple[list[int], list[int]]:
+        """Of each place: an even share, and the same for this one's own in either, which stays here."""
+        num_ranks, here = self._line.num_ranks, self._line.place
+        own = min(num_sent, num_arriving) // num_ranks
+        shares = []
+        for total in (num_sent, num_arriving):
+            least, more = divmod(total - own, num_ranks - 1)
+            others = iter(least + (place < more) for place in range(num_ranks - 1))
+            shares.append([own if place == here else next(others) for place in range(num_ranks)])
+        return shares[0], shares[1]
+
+
+@contextmanager
+def loaded(twin: nn.Module, load: float) -> Iterator[None]:
+    """Inside, experts of a twin of a model get so many times an even share of the tokens."""
+    for module in twin.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, RehearsedExperts):
+            forward.load = load
+    yield
 
 
 def swap(rows: Tensor, sent: Sequence[int], arriving: Sequence[int], line: Line) -> Tensor:

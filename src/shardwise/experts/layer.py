@@ -48,8 +48,8 @@ class Experts(nn.Module):
         self.num_experts = num_experts
         self.activation = activation
         self.gated = gated
-        self.drops = False
-        """Whether `top_k_index` may say `num_experts`, for nobody."""
+        self.capacity_factor: float | None = None
+        """With one `top_k_index` may say `num_experts`, for nobody: see `MoE`."""
         first = nn.Parameter(torch.empty(num_experts, intermediate_size * (2 if gated else 1), hidden_size))
         self.register_parameter("gate_up_proj" if gated else "up_proj", first)
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
@@ -64,12 +64,18 @@ class Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
         """For each token of `hidden_states` `[tokens, hidden_size]` the sum of what its experts make of it, times their
         weights. `top_k_index`, int64, and `top_k_weights` are `[tokens, top_k]`."""
-        assignment = assign(top_k_index, self.num_experts, drops=self.drops)
-        made = self._made_of(assignment.rows(hidden_states), assignment.counts)
+        num_tokens, top_k = top_k_index.shape
+        assignment = assign(top_k_index, self.num_experts, self.capacity(num_tokens, top_k, self.num_experts))
+        made = self.made_of(assignment.rows(hidden_states), assignment.counts)
         return assignment.combine(made, top_k_weights)
 
-    def _made_of(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Of rows that lie expert after expert."""
+    def capacity(self, num_tokens: int, top_k: int, num_experts: int) -> int | None:
+        """The most choices that one expert of `num_experts` takes of so many tokens; `None` if nothing is dropped."""
+        factor = self.capacity_factor
+        return None if factor is None else capacity_of(num_tokens, top_k, num_experts, factor)
+
+    def made_of(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Of rows that lie expert after expert, `counts` of each."""
         first, last = self.get_parameter("gate_up_proj" if self.gated else "up_proj"), self.down_proj
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
@@ -115,20 +121,22 @@ class MoE(nn.Module):
         super().__init__()
         if capacity_factor is not None and not capacity_factor > 0:
             raise ModelError(f"capacity_factor is {capacity_factor}; give a positive one, or None to drop no token.")
-        self.capacity_factor = capacity_factor
         self.router = Router(hidden_size, num_experts, top_k, **router)
         self.experts = Experts(hidden_size, intermediate_size, num_experts, activation=activation, gated=gated)
-        self.experts.drops = capacity_factor is not None
+        self.experts.capacity_factor = capacity_factor
         self.shared = Mlp(hidden_size, shared_size, activation=activation, gated=gated) if shared_size else None
+
+    @property
+    def capacity_factor(self) -> float | None:
+        return self.experts.capacity_factor
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`hidden` is `[..., hidden_size]`, and so is what is returned."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         index, weights = self.router(flat)
-        if self.capacity_factor is not None:
-            num_experts, top_k = self.router.num_experts, self.router.top_k
-            capacity = capacity_of(flat.shape[0], top_k, num_experts, self.capacity_factor)
-            index = dropped_over(index, num_experts, capacity)
+        capacity = self.experts.capacity(flat.shape[0], self.router.top_k, self.router.num_experts)
+        if capacity is not None:
+            index = dropped_over(index, self.router.num_experts, capacity)
         out: Tensor = self.experts(flat, index, weights)
         if self.shared is not None:
             out = out + self.shared(flat)

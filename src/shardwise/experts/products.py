@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from shardwise.experts.assignment import is_rehearsed
+
 Tensor = torch.Tensor
 _ALIGNMENT_BYTES = 16
 """Torch's kernel wants rows to begin at multiples of this."""
@@ -21,8 +23,14 @@ def grouped_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
         made: Tensor = functional.grouped_mm(rows, weights.mT, offs=ends)
         return made
-    parts = rows.split_with_sizes(counts.tolist())
+    parts = rows.split_with_sizes(_even(rows.shape[0], len(counts)) if is_rehearsed(counts) else counts.tolist())
     return torch.cat([functional.linear(part, weight) for part, weight in zip(parts, weights.unbind(0), strict=True)])
+
+
+def _even(num_rows: int, num_groups: int) -> list[int]:
+    """What of the sizes of groups a rehearsal can know."""
+    least, more = divmod(num_rows, num_groups)
+    return [least + (group < more) for group in range(num_groups)]
 
 
 def _has_kernel(rows: Tensor, weights: Tensor) -> bool:

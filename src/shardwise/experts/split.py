@@ -19,9 +19,15 @@ from shardwise.mesh import EXPERT_AXIS, Mesh
 from shardwise.placement import Box, Span
 
 AXIS = EXPERT_AXIS
-_ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+_ARGUMENTS = (
+    ("hidden_states", "top_k_index", "top_k_weights"),
+    ("hidden_states", "router_indices", "routing_weights"),
+)
 _STACKED = "grouped_gemm"
 """What an `ep_plan` of transformers says of a parameter whose first dimension counts experts."""
+
+_ADAPTED = "base_layer"
+"""Where the peft library keeps a module that it wraps."""
 
 
 @dataclass(frozen=True)
@@ -132,13 +138,36 @@ def expert_split(
         )
     modules = tuple(expert_modules(model)) if known is None else known.modules
     if not modules:
-        raise ModelError(
-            f"The mesh {mesh} deals out experts along {AXIS}, but {type(model).__name__} has none that are known: "
-            f"neither shardwise.experts.MoE nor an ep_plan, as models of transformers have. Leave {AXIS} out of the "
-            f"mesh."
-        )
+        raise _nothing_known(model, mesh)
     deals = {found.path: _dealt(found, num_ranks) for found in modules}
     return ExpertSplit(mesh.coordinate(rank)[AXIS], modules, deals)
+
+
+def _nothing_known(model: nn.Module, mesh: Mesh) -> ModelError:
+    """What to say of a model in which no experts were found: of a list of modules, or of a class of somebody's own."""
+    for path, module in model.named_modules():
+        classes = {type(child) for child in module.children()}
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1 and len(classes) == 1
+        last = path.rpartition(".")[2]
+        if is_list and "expert" in f"{last} {next(iter(classes)).__name__}".lower():
+            owner = path.rpartition(".")[0] or type(model).__name__
+            return ModelError(
+                f"{path} has {len(module)} experts as modules of their own, which {owner} calls one by one, so that no "
+                f"tokens can be sent to those of other ranks along {AXIS}. Build {owner} with "
+                f"shardwise.experts.MoE(hidden_size, intermediate_size, num_experts={len(module)}, top_k=...), or "
+                f"leave {AXIS} out of the mesh."
+            )
+    strange = next((path for path, one in model.named_modules() if type(one).__name__.endswith("Experts")), None)
+    if strange is not None:
+        return ModelError(
+            f"{strange} ({type(model.get_submodule(strange)).__name__}) has no ep_plan that says which of its "
+            f"parameters are stacked experts, so they cannot be dealt out along {AXIS}. Build it with "
+            f"shardwise.experts.MoE, or leave {AXIS} out of the mesh."
+        )
+    return ModelError(
+        f"The mesh {mesh} deals out experts along {AXIS}, but {type(model).__name__} has none that are known: "
+        f"neither shardwise.experts.MoE nor an ep_plan, as models of transformers have. Leave {AXIS} out of the mesh."
+    )
 
 
 def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
@@ -150,6 +179,13 @@ def expert_modules(model: nn.Module) -> Iterator[ExpertModule]:
         if isinstance(module, Experts):
             yield ExpertModule.of(path, module, own.values(), module.num_experts)
             continue
+        bare = path.replace(f".{_ADAPTED}", "")
+        if bare != path and any(_fits(f"{bare}.{name}", one) for name in own for one in patterns):
+            raise ModelError(
+                f"{bare} has adapters on the parameters of its experts (target_parameters of peft), which look at all "
+                f"experts at once, and along {AXIS} a rank has some. Adapt other modules (target_modules), or leave "
+                f"{AXIS} out of the mesh."
+            )
         stacked = [param for name, param in own.items() if any(_fits(f"{path}.{name}", one) for one in patterns)]
         if stacked:
             yield _of_transformers(path, module, stacked)
@@ -159,10 +195,10 @@ def _of_transformers(path: str, module: nn.Module, stacked: Sequence[nn.Paramete
     num_experts = getattr(module, "num_experts", None)
     takes = tuple(inspect.signature(type(module).forward).parameters)[1:4]
     own = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    if takes != _ARGUMENTS and tuple(own)[1:4] != _ARGUMENTS:
+    if takes not in _ARGUMENTS and tuple(own)[1:4] not in _ARGUMENTS:
         raise ModelError(
             f"The experts of {path} ({type(module).__name__}) take {', '.join(takes) or 'nothing'}, where those that "
-            f"can be dealt out along {AXIS} take {', '.join(_ARGUMENTS)}. Leave {AXIS} out of the mesh."
+            f"can be dealt out along {AXIS} take {', '.join(_ARGUMENTS[0])}. Leave {AXIS} out of the mesh."
         )
     if any(param.shape[0] != num_experts for param in stacked):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Libraries whose users keep their scripts: one module for each, imported by whoever asks for it.
+"""Libraries whose users keep their scripts: one module or package for each, imported by whoever asks for it.
 
-Only public names are used, of shardwise and of the other library; nothing here is imported by the rest of shardwise.
+Only public names are used, of shardwise and of the other library.
 """

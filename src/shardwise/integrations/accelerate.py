@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.accelerator import Accelerator as PlainAccelerator
@@ -41,12 +41,15 @@ class Accelerator(PlainAccelerator):
     _optimizers: list[Any]
     default_plan: PlanLike = "zero3"
     """What counts where `plan` is not given."""
+    num_made: ClassVar[int] = 0
+    """How many there have been in this process."""
 
     def __init__(self, *args: Any, plan: PlanLike | None = None, **kwargs: Any) -> None:
         loaded = sw.load_plan(self.default_plan if plan is None else plan)
         refuse_engines(kwargs)
         require_data_axes(loaded, "Accelerate")
         super().__init__(*args, **kwargs)
+        Accelerator.num_made += 1
         require_agreement(
             loaded, "accumulate", loaded.accumulate, self.gradient_accumulation_steps, "gradient_accumulation_steps"
         )

@@ -14,7 +14,7 @@ _REFUSED = {
     "deepspeed": "DeepSpeed is another engine for what the plan does. Leave deepspeed out; the plan's preset zero1, "
     "zero2, zero3, zero3-offload or infinity is what its stages are.",
     "fsdp": "FSDP is another engine for what the plan does. Leave fsdp and fsdp_config out; full_shard is zero3, "
-    "shard_grad_op zero2, hybrid_shard hsdp.",
+    "shard_grad_op zero3-kept, hybrid_shard hsdp.",
     "parallelism_config": "A ParallelismConfig makes a device mesh of torch's own. Leave it out; the plan's mesh is in "
     "its place.",
     "auto_find_batch_size": "auto_find_batch_size tries again on the rank that ran out of memory alone. Give a batch "

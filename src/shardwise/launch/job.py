@@ -26,6 +26,8 @@ class Job:
     threads: int | None = None
     log_dir: Path | None = None
     grace_seconds: float = 10.0
+    run_by: tuple[str, ...] = ()
+    """A module that runs the script, and its own arguments before it; none runs it as it is."""
 
     def check(self) -> None:
         """Refuse what cannot run, with a sentence."""
@@ -46,7 +48,8 @@ class Job:
     def rank_command(self) -> list[str]:
         """The command line of every rank."""
         module = ["-m"] if self.is_module else []
-        return [sys.executable, "-m", "shardwise.launch.worker", *module, *self.command]
+        over = ["-m", *self.run_by] if self.run_by else []
+        return [sys.executable, "-m", "shardwise.launch.worker", *over, *module, *self.command]
 
 
 def describe(job: Job, on_cpu: bool) -> str:

@@ -119,7 +119,9 @@ def _record(error_file: str, error: BaseException, text: str, wanted: int | None
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's first line on."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    integrations = Path(__file__).parents[1] / "integrations"
+    runners = [str(integrations / name) for name in ("run.py", "scripts.py", "deepspeed/__main__.py")]
+    ours = (__file__, *runners, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace

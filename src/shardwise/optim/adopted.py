@@ -230,7 +230,7 @@ class AdoptedOptimizer:
     def update_flat(self, flat: Flat) -> None:
         """Let it update the pieces of one flat buffer, before its own step: see [Note: steps by units]."""
         member = self._stepping
-        pieces = [piece for piece in self._groups[member].pieces if piece.flat is flat]
+        pieces = [piece for piece in self._groups[member].updated if piece.flat is flat]
         with self._pieces_listed(member):
             if self._offer(pieces):
                 flat.land()
@@ -245,7 +245,7 @@ class AdoptedOptimizer:
         """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone, and where
         it has been updated already."""
         groups = self._groups[member]
-        self._offer([piece for piece in groups.pieces if not piece.flat.spec.updates_below])
+        self._offer([piece for piece in groups.updated if not piece.flat.spec.updates_below])
         groups.list_pieces()
         self._by_units[member].hand_over()
 
@@ -253,8 +253,7 @@ class AdoptedOptimizer:
         """Whether any of them has a gradient."""
         for piece in pieces:
             grads = piece.flat.grads
-            touched = grads.touched_anywhere[piece.index] and piece.span.numel > 0
-            piece.tensor.grad = grads.due_piece(piece.index) if touched else None
+            piece.tensor.grad = grads.due_piece(piece.index) if grads.touched_anywhere[piece.index] else None
         return any(piece.tensor.grad is not None for piece in pieces)
 
     def offer_nothing(self, member: torch.optim.Optimizer) -> None:
@@ -265,7 +264,7 @@ class AdoptedOptimizer:
         for member, groups in self._groups.items():
             if groups.lists_pieces:
                 self._by_units[member].end()
-                for piece in groups.pieces:
+                for piece in groups.updated:
                     piece.tensor.grad = None
                 groups.list_params()
 

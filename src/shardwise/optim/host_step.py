@@ -38,25 +38,28 @@ def takes(member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> bool:
 
 def step(member: torch.optim.Optimizer, pieces: Sequence[Piece], adam: HostAdam) -> None:
     """Update those of `pieces` that have a gradient, with the settings of their groups."""
-    wanted = {piece.tensor for piece in pieces if piece.tensor.grad is not None}
+    wanted: dict[Tensor, Piece] = {piece.tensor: piece for piece in pieces if piece.tensor.grad is not None}
     for group in member.param_groups:
         by_step: dict[int, list[AdamTensors]] = {}
         for param in (param for param in group["params"] if param in wanted):
             state = member.state[param]
             if not state:
-                _begin(state, param, group)
+                _begin(state, wanted[param], group)
             state["step"] += 1
             by_step.setdefault(int(state["step"]), []).append(_tensors(param, state))
         for number, every in by_step.items():
             adam.update(every, group, step=number)
 
 
-def _begin(state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
+def _begin(state: dict[str, Any], piece: Piece, group: dict[str, Any]) -> None:
+    """States that lie on a disk begin in the buffer from which they are written there."""
+    param, rows = piece.tensor, piece.flat.rows
     state["step"] = torch.tensor(0.0)
-    state["exp_avg"] = torch.zeros_like(param)
-    state["exp_avg_sq"] = torch.zeros_like(param)
-    if group["amsgrad"]:
-        state["max_exp_avg_sq"] = torch.zeros_like(param)
+    for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
+        if rows is None:
+            state[key] = torch.zeros_like(param)
+        else:
+            state[key] = rows.place(piece.index, key, param.numel(), param.dtype).zero_()
 
 
 def _tensors(param: Tensor, state: dict[str, Any]) -> AdamTensors:

@@ -43,6 +43,8 @@ class GroupsOfPieces:
     def __init__(self, member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
         self.member = member
         self.pieces = tuple(pieces)
+        self.updated = tuple(piece for piece in pieces if piece.span.numel)
+        """Those of which this rank has any elements: no other one is ever given a gradient."""
         by_param = {piece.param: piece for piece in pieces}
         self.entries = [[by_param.get(param) for param in group["params"]] for group in member.param_groups]
         """Group by group; `None` for what lies in no flat buffer."""

@@ -1,29 +1,55 @@
-"""Which share of a model goes to the host, and what its rows are then. The plan's `offload` says how much."""
+"""Which share of a model goes to the host or to a disk, and what its rows are then. The plan's `offload` says how
+much."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from shardwise.config import Plan
+from shardwise.config import Offload, Plan
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
+from shardwise.placement.place import Tier
 from shardwise.placement.presets import table_for
 from shardwise.placement.table import Table
 
 
-def with_update_on_host(table: Table, *, params: bool = False) -> Table:
-    """`table` with states and update on the host; gradients too where they wait as the update needs them, and with
-    `params` what rests of the parameters."""
-    optim = replace(table.optim, tier="host")
+@dataclass(frozen=True)
+class Offloaded:
+    """Of units, by their places: those that are updated on the host, and of those the ones whose states are on a disk,
+    whose parameters rest on the host too, and whose parameters rest on the disk instead."""
+
+    updated: frozenset[int]
+    on_disk: frozenset[int]
+    resting: frozenset[int]
+    resting_on_disk: frozenset[int]
+
+    @classmethod
+    def of(cls, offload: Offload, sizes: Sequence[int]) -> Offloaded:
+        """What `offload` means for units of so many trained elements: always the last of them."""
+        shares = (offload.optim, offload.optim_disk, offload.param, offload.param_disk)
+        return cls(*(share_of_last(sizes, share) for share in shares))
+
+    def table(self, place: int, table: Table) -> Table:
+        """That of the unit at `place`, which has `table` in the plan. What a rule has put elsewhere stays there."""
+        if place not in self.updated or table.step != "device":
+            return table
+        params: Tier = "disk" if place in self.resting_on_disk else "host" if place in self.resting else "device"
+        return with_update_on_host(table, params=params, states="disk" if place in self.on_disk else "host")
+
+
+def with_update_on_host(table: Table, *, params: Tier = "device", states: Tier = "host") -> Table:
+    """`table` with the update on the host and `states` there or on a disk; gradients on the host too where they wait as
+    the update needs them; `params` is where what rests of parameters goes."""
+    optim = replace(table.optim, tier=states)
     waits_as_due = (table.grad.shard, table.grad.partial, table.grad.dtype) == (optim.shard, (), optim.dtype)
     there = replace(
         table, optim=optim, step="host", grad=replace(table.grad, tier="host") if waits_as_due else table.grad
     )
-    if not params:
+    if params == "device":
         return there
-    held = replace(table.held, tier="host") if table.held.shard == table.param.shard else table.held
-    return replace(there, param=replace(table.param, tier="host"), held=held)
+    held = replace(table.held, tier=params) if table.held.shard == table.param.shard else table.held
+    return replace(there, param=replace(table.param, tier=params), held=held)
 
 
 def share_of_last(sizes: Sequence[int], share: float) -> frozenset[int]:
@@ -46,8 +72,25 @@ def check_offload(plan: Plan, mesh: Mesh) -> None:
             f"offload.param is {asked.param:g} and offload.optim {asked.optim:g}, but parameters rest on the host only "
             f"where they are updated there. Make offload.optim {asked.param:g} or more."
         )
-    if asked.optim and table_for(plan, mesh).step != "device":
+    if asked.optim_disk > asked.optim:
+        raise ConfigError(
+            f"offload.optim_disk is {asked.optim_disk:g} and offload.optim {asked.optim:g}, but states on a disk are "
+            f"updated on the host. Make offload.optim {asked.optim_disk:g} or more."
+        )
+    if asked.param_disk > min(asked.param, asked.optim_disk):
+        raise ConfigError(
+            f"offload.param_disk is {asked.param_disk:g}, offload.param {asked.param:g} and offload.optim_disk "
+            f"{asked.optim_disk:g}, but parameters rest on a disk only beside their states. Make both "
+            f"{asked.param_disk:g} or more."
+        )
+    table = table_for(plan, mesh).on(mesh)
+    if asked.param_disk and table.param.shard != table.optim.shard:
+        raise ConfigError(
+            f"offload.param_disk is {asked.param_disk:g}, but parameters are {table.param} and states {table.optim}, "
+            f"and on a disk both lie in one file. Take a preset that shards parameters, such as zero3, or leave it out."
+        )
+    if asked.optim and table.step != "device":
         raise ConfigError(
             f"offload.optim is {asked.optim:g}, a share of the units, but the plan's rows have the states of all units "
-            f"on the {table_for(plan, mesh).optim.tier}. Leave out offload, or take a preset with states on the device."
+            f"on the {table.optim.tier}. Leave out offload, or take a preset with states on the device."
         )

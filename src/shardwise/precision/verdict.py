@@ -156,8 +156,10 @@ class Verdict:
             if news is not None:
                 vector[1] = news * _NEWS
         assert vector.numel() == verdict_numel(len(touched))
+        squared = vector[0]
         for due, copies in due_parts(self._flats):
-            vector[0] += torch.linalg.vector_norm(due, dtype=self._dtype) ** 2 / copies
+            own = torch.linalg.vector_norm(due, dtype=self._dtype) ** 2
+            squared += own if copies == 1 else own / copies
         return vector
 
     def _touched_here(self) -> list[bool]:

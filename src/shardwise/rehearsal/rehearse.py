@@ -81,12 +81,12 @@ def rehearse(
     """
 
     def prepare(twin: Twin) -> Work:
-        return partial(_back_and_forth, twin.model, loss or loss_in, around or _nothing_around)
+        return partial(_back_and_forth, twin.model, loss or loss_in, around or nothing_around)
 
     return rehearse_work(prepare, model, units, batch, device=device, compute=compute, treatments=treatments)
 
 
-def _nothing_around(_: nn.Module) -> AbstractContextManager[None]:
+def nothing_around(_: nn.Module) -> AbstractContextManager[None]:
     return nullcontext()
 
 

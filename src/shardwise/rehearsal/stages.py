@@ -23,7 +23,7 @@ from shardwise.program import Activations
 from shardwise.program.in_flight import StageBytes, held_beside, over_schedule
 from shardwise.program.schedule import Schedule
 from shardwise.rehearsal.living import LivingBytes
-from shardwise.rehearsal.rehearse import Loss, Take, Work, loss_in, rehearse_work
+from shardwise.rehearsal.rehearse import Around, Loss, Take, Work, loss_in, nothing_around, rehearse_work
 from shardwise.rehearsal.twin import Twin
 from shardwise.storage import Unit
 
@@ -45,6 +45,8 @@ class StageRehearsal:
     compute: Dtype
     loss: Loss | None = None
     treatments: Treatments | None = None
+    around: Around = nothing_around
+    """Entered with the twin of a stage while that computes."""
     _counted: dict[int, Activations] = field(default_factory=dict)
     _found: dict[int, _Held] = field(default_factory=dict)
 
@@ -179,6 +181,19 @@ def _through_stage(
     living: LivingBytes,
 ) -> None:
     """One forward and backward of a twin's stage, as a pipeline does them."""
+    with rehearsal.around(staged.model):
+        _forward_and_backward(staged, stage, arrived, rehearsal, held, take, living)
+
+
+def _forward_and_backward(
+    staged: StagedModel,
+    stage: int,
+    arrived: Layout | None,
+    rehearsal: StageRehearsal,
+    held: _Held,
+    take: Take,
+    living: LivingBytes,
+) -> None:
     held.begin()
     args, kwargs = take()
     before = living.live_bytes

@@ -29,10 +29,11 @@ OURS = f"{__name__.partition('.')[0]}."
 class TwinGradients(FlatGradients):
     """Gradients of which only note is taken."""
 
-    def arrive(self, index: int, grad: torch.Tensor, *, is_last: bool = True) -> None:  # noqa: ARG002  # only that it came
+    def arrive(self, index: int, grad: torch.Tensor, *, is_last: bool = True) -> bool:  # noqa: ARG002  # only that it came
         self.touched_here[index] = True
         if is_last:
             self._arrived.add(index)
+        return self.complete()
 
 
 class TwinFlat(Flat):

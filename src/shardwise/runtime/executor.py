@@ -40,15 +40,15 @@ class BoundBlock:
 
         Without `frees` what is whole stays so.
         """
-        journal, is_timed = self._journal, self._timeline.is_on
+        journal = self._journal
         journal.moment = self.moment
+        steps = self._steps if frees else self._keeping
+        if self._timeline.is_on:
+            steps = tuple((action, partial(self._timed, action, call)) for action, call in steps)
         try:
-            for action, call in self._steps if frees else self._keeping:
+            for action, call in steps:
                 journal.action = action
-                if is_timed:
-                    self._timed(action, call)
-                else:
-                    call()
+                call()
         finally:
             journal.action = None
 

@@ -9,7 +9,7 @@ from shardwise.program import Moment, drop_due, gather_due, serial
 from shardwise.runtime.executor import BoundBlock, Executor
 from shardwise.runtime.passes import Pass
 from shardwise.runtime.reach import Reach
-from shardwise.storage import Flat, FullState, Unit
+from shardwise.storage import ABSENT, GATHERING, Flat, Unit
 
 
 class Gathering:
@@ -31,9 +31,9 @@ class Gathering:
         for flat in unit.flats:
             if flat.is_whole:
                 continue
-            if flat.state is FullState.GATHERING:
+            if flat.state is GATHERING:
                 self._executor.movers[flat.name].wait_full()
-            if flat.state is FullState.ABSENT:
+            if flat.state is ABSENT:
                 moment = unit.moments.before_forward
                 with self._unwatched():
                     self._executor.run(moment, serial(gather_due(unit.spec, moment)))
@@ -42,16 +42,16 @@ class Gathering:
         self, block: BoundBlock | None, moment: Moment, unit: Unit, current: Pass, *, training: bool = True
     ) -> None:
         """What the program has for `moment` of `current`; without one what is due by the table."""
-        if self.watcher is None:
-            self._act(block, moment, unit, current, training=training)
-        else:
-            with self.watcher.paused():
-                self._act(block, moment, unit, current, training=training)
-
-    def _act(self, block: BoundBlock | None, moment: Moment, unit: Unit, current: Pass, *, training: bool) -> None:
-        if block is not None:
+        if block is not None and self.watcher is None:
             block.run()
             return
+        with self._unwatched():
+            if block is not None:
+                block.run()
+            else:
+                self._act(moment, unit, current, training=training)
+
+    def _act(self, moment: Moment, unit: Unit, current: Pass, *, training: bool) -> None:
         if moment.edge == "before":
             due = gather_due(unit.spec, moment, training=training)
         else:

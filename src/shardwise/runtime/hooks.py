@@ -334,22 +334,14 @@ class Hooks:
                     grad, param.grad = param.grad, None
                 if grad is None:
                     return
-                if grad.requires_grad:
-                    raise ModelError(
-                        f"backward(create_graph=True) would leave a gradient of {flat.slots[index].name} that is part "
-                        f"of a graph, but gradients are summed over ranks outside of it. Use torch.autograd.grad(..., "
-                        f"create_graph=True) for what is differentiated again, and a plain backward() for the rest."
-                    )
-                if grad.is_sparse:
-                    raise ModelError(
-                        f"The gradient of {flat.slots[index].name} is sparse; build the embedding with sparse=False."
-                    )
+                if grad.requires_grad or grad.is_sparse:
+                    raise _cannot_sum(grad, flat.slots[index].name)
                 if not self._awaits_end:
                     self._await_end()
                 if halves.units and halves.keep(unit, flat, index, grad):
                     return
-                grads.arrive(index, grad, is_last=not use.is_open_around(_graph_task_id()))
-                if grads.complete():
+                is_last = use.backward is None or use.backward >= _graph_task_id()  # [Note: a backward inside]
+                if grads.arrive(index, grad, is_last=is_last):
                     self._close_backward(unit)
 
             handle = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
@@ -362,18 +354,21 @@ class Hooks:
 
     def _close_backward(self, unit: Unit) -> None:
         use = self._uses[unit.name]
-        trained = [flat.grads for flat in unit.flats if flat.spec.trainable]
+        trained = unit.trained_grads
         if not trained and not use.sent_back:
             return  # it is through already: a forward that was recomputed has the inputs of the one that it repeats
+        if any(call.num_left > 0 for call in use.sent_back):
+            return
         have_all = all(grads.complete() for grads in trained)
-        waits = any(call.num_left > 0 for call in use.sent_back)
-        is_told = bool(use.sent_back) and all(call.num_inputs for call in use.sent_back)
-        inputs_decide = is_told and unit.name in self._inputs_decide
-        if not waits and (have_all or inputs_decide) and not use.is_open_around(_graph_task_id()):
+        if (have_all or self._do_inputs_decide(unit, use)) and not use.is_open_around(_graph_task_id()):
             use.close()
             for flat in unit.flats:
                 flat.grads.expect_all()
             self._listener.after_backward(unit)
+
+    def _do_inputs_decide(self, unit: Unit, use: _Use) -> bool:
+        is_told = bool(use.sent_back) and all(call.num_inputs for call in use.sent_back)
+        return is_told and unit.name in self._inputs_decide
 
     def _await_end(self) -> None:
         self._awaits_end = True
@@ -399,6 +394,16 @@ class Hooks:
             use.call = None
             use.recomputed.clear()
             use.close()
+
+
+def _cannot_sum(grad: Tensor, name: str) -> ModelError:
+    if grad.requires_grad:
+        return ModelError(
+            f"backward(create_graph=True) would leave a gradient of {name} that is part of a graph, but gradients are "
+            f"summed over ranks outside of it. Use torch.autograd.grad(..., create_graph=True) for what is "
+            f"differentiated again, and a plain backward() for the rest."
+        )
+    return ModelError(f"The gradient of {name} is sparse; build the embedding with sparse=False.")
 
 
 def _taken_at_rest(param: Tensor) -> Tensor | None:

@@ -8,7 +8,7 @@ already is not gathered again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -19,7 +19,7 @@ from shardwise.errors import CommError, ProgramError, TierError
 from shardwise.placement import Axes, Span
 from shardwise.program import Action, adds_in_place, reduce_due, step_gradients
 from shardwise.runtime.reduction import Reduction, staging_bytes
-from shardwise.storage import DiskRead, Flat, FullState, torch_dtype
+from shardwise.storage import ABSENT, GATHERING, READY, DiskRead, Flat, torch_dtype
 
 Tensor = torch.Tensor
 
@@ -38,6 +38,7 @@ class Mover:
         self._wire = torch_dtype(flat.spec.table.wire)
         self._spans: dict[Axes, Span] = {}
         self._parts_of_full: dict[Axes, Tensor] = {}
+        self._chunks_of_full: dict[tuple[Axes, str], Sequence[Tensor]] = {}
         self._spread: Axes = ()
         self._arriving: Work | None = None
         self._outgoing: Tensor | None = None
@@ -64,7 +65,7 @@ class Mover:
         """Start to bring what rests on the host, or on a disk, to its place in `full`."""
         flat = self.flat
         flat.owes_free = False
-        if flat.state is not FullState.ABSENT:
+        if flat.state is not ABSENT:
             return
         self._spread = flat.spec.table.param.shard
         flat.allocate_full()
@@ -111,10 +112,10 @@ class Mover:
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
-        if self.flat.state is FullState.GATHERING and not self._spread:
+        if self.flat.state is GATHERING and not self._spread:
             if self.flat.shared is not None:
                 self.flat.shared.wait_closed()
-            self.flat.state = FullState.READY
+            self.flat.state = READY
             self.flat.free_held()
 
     def _gather(self, axis: str, source: Tensor, shard: Axes) -> None:
@@ -122,9 +123,9 @@ class Mover:
         if flat.is_whole:
             flat.owes_free = False
             return
-        if flat.state is FullState.GATHERING and axis not in self._spread:
+        if flat.state is GATHERING and axis not in self._spread:
             return
-        if flat.state is FullState.ABSENT:
+        if flat.state is ABSENT:
             self._spread = shard
             flat.allocate_full()
             if flat.shared is None:
@@ -138,12 +139,15 @@ class Mover:
         self._gather_over(axis)
 
     def _gather_over(self, axis: str) -> None:
-        self._spread = tuple(other for other in self._spread if other != axis)
-        gathered, group = self._part_of_full(self._spread), self._groups[axis]
+        spread = self._spread = tuple([other for other in self._spread if other != axis])
+        gathered, group = self._part_of_full(spread), self._groups[axis]
         if self.flat.shared is not None:  # it is there already
             self._count_read(gathered, group)
             return
-        self._arriving = self._collectives.all_gather(gathered, group, self._name)
+        chunks = self._chunks_of_full.get((spread, axis))
+        if chunks is None:
+            chunks = self._chunks_of_full[spread, axis] = gathered.chunk(len(group.ranks))
+        self._arriving = self._collectives.all_gather(gathered, group, self._name, chunks)
 
     def _count_read(self, gathered: Tensor, group: Group) -> None:
         """What the others read of this rank's, as if it had been sent: ranks that differ are told of it as then."""
@@ -223,7 +227,8 @@ class Mover:
             out = source[group.index * numel : (group.index + 1) * numel]
         else:
             out = flat.grads.sum_memory(numel, dtype)
-        work = self._collectives.reduce_scatter(out, source, group, self._wire, self._name)
+        chunks = reduction.chunks(len(group.ranks))
+        work = self._collectives.reduce_scatter(out, source, group, self._wire, self._name, chunks)
         reduction.start(out, work, staging_bytes(action, source, len(group.ranks), self._wire))
 
     def all_reduce_grad(self, action: Action) -> None:
@@ -335,8 +340,8 @@ class Mover:
                 self.flat.host.give_back(self._reduction.current, self._reduction.landing)
             self._reduction = None
         self._spread = ()
-        if self.flat.state is FullState.GATHERING:
-            self.flat.state = FullState.READY
+        if self.flat.state is GATHERING:
+            self.flat.state = READY
 
     def _part_of_full(self, shard: Axes) -> Tensor:
         """What this rank has of `full` under `shard`. Bytes come and go, but the tensor stays, so it is made once."""

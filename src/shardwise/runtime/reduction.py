@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardwise.comm import Work
@@ -31,7 +33,10 @@ class Reduction:
         self._fresh = fresh
         """What `current` is the memory of, as long as it is that of fresh gradients."""
         self._meter = flat.meter
-        self._meter.hold("working", flat.grads.bytes_beside_grad_buffer(source))
+        self._bytes = flat.grads.bytes_beside_grad_buffer(source)
+        """What `current` is counted as."""
+        self._next_bytes = 0
+        self._meter.hold("working", self._bytes)
         self._next: Tensor | None = None
         self._work: Work | None = None
         self._staging_bytes = 0
@@ -41,20 +46,23 @@ class Reduction:
         """What has brought `current` to the host, where its memory is counted."""
         self.num_started = 0
 
+    def chunks(self, num_ranks: int) -> Sequence[Tensor] | None:
+        """What `current` is for each rank, if that is known without cutting it."""
+        return self._fresh.chunks(num_ranks) if self._fresh is not None else None
+
     def start(self, out: Tensor, work: Work, staging_bytes: int) -> None:
-        beside = self._flat.grads.bytes_beside_grad_buffer
-        is_alike = (out.numel(), beside(out)) == (self.current.numel(), beside(self.current))
-        self._is_replaced = out is self.current or is_alike
-        if not self._is_replaced:
-            self._meter.hold("working", beside(out))
-        self._meter.hold("working", staging_bytes)
+        num_bytes = self._flat.grads.bytes_beside_grad_buffer(out)
+        self._is_replaced = out is self.current or (num_bytes == self._bytes and out.numel() == self.current.numel())
+        self._meter.hold("working", staging_bytes if self._is_replaced else num_bytes + staging_bytes)
         self._next, self._work, self._staging_bytes = out, work, staging_bytes
+        self._next_bytes = num_bytes
         self.num_started += 1
 
     def leave(self, out: Tensor, landing: Copy) -> None:
         """`out`, on the host, is what comes of it."""
         self._next = out
         self._work = self.landing = landing
+        self._next_bytes = self._flat.grads.bytes_beside_grad_buffer(out)
         self._staging_bytes, self._is_replaced = 0, False
         self.num_started += 1
 
@@ -67,21 +75,22 @@ class Reduction:
         if self._work is None or self._next is None:
             return
         self._work.wait()
-        self._meter.drop("working", self._staging_bytes)
-        if not self._is_replaced:
-            self._meter.drop("working", self._flat.grads.bytes_beside_grad_buffer(self.current))
+        if self._is_replaced:
+            self._meter.drop("working", self._staging_bytes)
+        else:
+            self._meter.drop("working", self._staging_bytes + self._bytes)
             if self._fresh is not None:
                 self._flat.grads.take_back(self._fresh)
-        self._fresh = None
+        self._fresh, self._bytes = None, self._next_bytes
         self.current, self._next, self._work = self._next, None, None
 
     def finish(self, cast: Tensor) -> None:
-        beside = self._flat.grads.bytes_beside_grad_buffer
-        self._meter.hold("working", beside(cast) - beside(self.current))
-        self.current, self._fresh = cast, None
+        num_bytes = self._flat.grads.bytes_beside_grad_buffer(cast)
+        self._meter.hold("working", num_bytes - self._bytes)
+        self.current, self._fresh, self._bytes = cast, None, num_bytes
         self.num_started += 1
 
     def release(self) -> None:
         """From here on whoever takes `current` counts its bytes."""
         if self.landing is None:
-            self._meter.drop("working", self._flat.grads.bytes_beside_grad_buffer(self.current))
+            self._meter.drop("working", self._bytes)

@@ -53,7 +53,7 @@ class Script:
     def expects(self, moment: Moment) -> bool:
         """Whether `moment` is what comes next in the program."""
         expected = self.expected()
-        return expected is not None and expected.moment == moment
+        return expected is not None and (expected.moment is moment or expected.moment == moment)
 
     def forget(self) -> None:
         """The program no longer fits: the next pass is recorded."""
@@ -65,7 +65,7 @@ class Script:
         if len(self.trace) < LONGEST_TRACE * max(1, len(self._ops)):
             self.trace.append(moment)
         block = self.expected()
-        if block is None or block.moment != moment:
+        if block is None or (block.moment is not moment and block.moment != moment):
             self.is_followed = False
             return None
         self._next += 1

@@ -110,6 +110,17 @@ class SequenceParallel:
             self._is_suspended = False
             self._put_back = hugging_face.route(self._model, self.attention)
 
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside, in a backward, what is computed again of a module is routed as in a call of it."""
+        running = self._running
+        running.depth += 1
+        with ExitStack() as stack:
+            stack.callback(lambda: setattr(running, "depth", max(0, running.depth - 1)))
+            if running.depth == 1 and not self._is_suspended:
+                stack.enter_context(Routing(self.attention, self._numbering))
+            yield
+
     def rehearsed(self, twin: nn.Module) -> AbstractContextManager[None]:
         """Inside, attention of a twin of the model is as here, and nothing is sent."""
         return rehearsed(twin, self._line, is_ring=self.attention.is_ring)

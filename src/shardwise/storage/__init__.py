@@ -1,12 +1,11 @@
 """Units chosen from a module tree, and the flat memory they live in."""
 
 from shardwise.storage.boxes import part_of, put_part
-from shardwise.storage.budget import Ranks, within_budget
 from shardwise.storage.disk_folder import open_disk
 from shardwise.storage.disk_memory import DiskMemory, DiskRows
 from shardwise.storage.disk_reads import DiskRead
 from shardwise.storage.dtypes import torch_dtype
-from shardwise.storage.flat import AtRest, Flat, FullState, is_at_rest
+from shardwise.storage.flat import ABSENT, GATHERING, READY, AtRest, Flat, FullState, is_at_rest
 from shardwise.storage.fresh import FreshGradients
 from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.host_memory import Copied, Copy, HostMemory
@@ -14,10 +13,13 @@ from shardwise.storage.memory import is_dense, on_host
 from shardwise.storage.overlap import agrees, copy_into, may_overlap
 from shardwise.storage.select import UnitChoice, choose_units, whole_numel
 from shardwise.storage.shared import share
-from shardwise.storage.tables import LabelledTable, fits, owners_of, tables_for
+from shardwise.storage.tables import LabelledTable, fits, owners_of, tables_for, trained_numel
 from shardwise.storage.unit import Unit, make_unit, unit_spec
 
 __all__ = [
+    "ABSENT",
+    "GATHERING",
+    "READY",
     "AtRest",
     "Copied",
     "Copy",
@@ -30,7 +32,6 @@ __all__ = [
     "FullState",
     "HostMemory",
     "LabelledTable",
-    "Ranks",
     "Unit",
     "UnitChoice",
     "agrees",
@@ -49,7 +50,7 @@ __all__ = [
     "share",
     "tables_for",
     "torch_dtype",
+    "trained_numel",
     "unit_spec",
     "whole_numel",
-    "within_budget",
 ]

@@ -33,7 +33,7 @@ from shardwise.telemetry import ByteMeter
 from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder
 
 Tensor = torch.Tensor
-PIECE_BYTES = 2**24
+PIECE_BYTES = 2**23
 """Most that is read or written at once between steps."""
 
 
@@ -146,7 +146,7 @@ class DiskMemory:
         self._writing: deque[tuple[Tensor, Pending, Callable[[], None]]] = deque()
         self._buffer_bytes = 0
         self._is_torn = False
-        """Whether a step has begun to update what is here, and has not come to its end."""
+        """Whether a step or a resume has begun to change what is here, and has not come to its end."""
         self._num_made = 0
 
     def count_with(self, meter: ByteMeter) -> None:
@@ -206,7 +206,7 @@ class DiskMemory:
 
     def fetch(self, rows: DiskRows) -> None:
         """Bring all of `rows` into a buffer, and begin to read those that come after it."""
-        self._is_torn = True
+        self.begin_change()
         self.forget_read(rows)
         ahead, self._reading = self._reading, None
         if ahead is not None and ahead[0] is not rows:
@@ -226,8 +226,12 @@ class DiskMemory:
         buffer, rows.buffer = rows.buffer, None
         self._writing.append((buffer, rows.file.write(0, buffer[: rows.file.num_bytes]), let_go))
 
+    def begin_change(self) -> None:
+        """What is here is not of one step until `settle`."""
+        self._is_torn = True
+
     def settle(self) -> None:
-        """All is on the disk: a step is at its end."""
+        """All is on the disk: a step, or what replaces everything, is at its end."""
         ahead, self._reading = self._reading, None
         if ahead is not None:
             ahead[2].wait()
@@ -240,8 +244,8 @@ class DiskMemory:
         """Raise `StateError` if a step has failed between its first update and its last."""
         if self._is_torn:
             raise StateError(
-                f"A step failed while it updated what is in {self.folder.folder}: some units are updated, and others "
-                f"are not. Go on from the last checkpoint with engine.resume()."
+                f"A step failed while it changed what is in {self.folder.folder}: some units are of that step, and "
+                f"others are not. Go on from the last checkpoint with engine.resume()."
             )
 
     def abandon(self) -> None:

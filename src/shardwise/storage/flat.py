@@ -34,7 +34,7 @@ from shardwise.storage.releasable import Releasable, releasable
 from shardwise.telemetry import ByteMeter
 
 Tensor = torch.Tensor
-_PIECE_NUMEL = 2**22
+_PIECE_NUMEL = 2**20
 """Elements of master weights that are taken from a disk at once."""
 
 
@@ -45,6 +45,10 @@ class FullState(Enum):
     ABSENT = "absent"
     GATHERING = "flying"
     READY = "ready"
+
+
+RESIDENT, ABSENT, GATHERING, READY = FullState
+"""To look one up in the class takes Python 3.11 eight times as long as a name, and every gather asks for several."""
 
 
 class AtRest:
@@ -85,7 +89,7 @@ class Flat:
         self.param_span = layout.span(table.param.shard, coordinate)
         self.held_span = layout.span(table.held.shard, coordinate)
         self.optim_span = layout.span(table.optim.shard, coordinate)
-        self.state = FullState.RESIDENT if spec.resident else FullState.ABSENT
+        self.state = RESIDENT if spec.resident else ABSENT
         self.stays = False
         """Whether the whole buffer, once it is there, is not to be freed, since a graph may still read it."""
         self.lasts = False
@@ -108,8 +112,8 @@ class Flat:
         self.disk: DiskMemory | None = None
         self.rows: DiskRows | None = None
         """What lies on a disk, if the table has a row there."""
-        self._plain_types: tuple[type, ...] = ()
-        self._resting_types: tuple[type, ...] = ()
+        self._plain_types: tuple[tuple[torch.nn.Parameter, type], ...] = ()
+        self._resting_types: tuple[tuple[torch.nn.Parameter, type], ...] = ()
         self.is_resting = False
         """Whether parameters have the class that says what an access outside of a computation means."""
 
@@ -120,7 +124,8 @@ class Flat:
     @property
     def is_whole(self) -> bool:
         """Whether all of `full` can be read."""
-        return self.state is FullState.READY or self.state is FullState.RESIDENT
+        state = self.state
+        return state is READY or state is RESIDENT
 
     def send_from(self, memory: Memory) -> None:
         """What is sent from where it lies is to lie in `memory`. Said before the first values."""
@@ -253,22 +258,22 @@ class Flat:
         elif self._bytes_of_full is not None:
             self._bytes_of_full.allocate()
         self.meter.hold("working", self.spec.full_bytes)
-        self.state = FullState.GATHERING
+        self.state = GATHERING
 
     def free_full(self) -> None:
         """Let the bytes of `full` go. Asked twice, or of one that is resident, stays or lasts, it does nothing."""
-        self.owes_free = self.state is FullState.READY and (self.stays or self.lasts)
-        if self.state is FullState.READY and not self.owes_free:
+        self.owes_free = self.state is READY and (self.stays or self.lasts)
+        if self.state is READY and not self.owes_free:
             if self.shared is not None:
                 self.shared.renew()
             elif self._bytes_of_full is not None:
                 self._bytes_of_full.free()
             self.meter.drop("working", self.spec.full_bytes)
-            self.state = FullState.ABSENT
+            self.state = ABSENT
 
     def relax(self) -> None:
         """The whole buffer is not read for a while. In shared memory its pages can go meanwhile, and it stays whole."""
-        if self.shared is not None and self.state is FullState.READY:
+        if self.shared is not None and self.state is READY:
             self.shared.relax()
 
     def hold(self) -> None:
@@ -387,8 +392,8 @@ class Flat:
 
     def guard(self, resting_type: Callable[[type], type]) -> None:
         """From now on parameters at rest have the class that `resting_type` makes of their own."""
-        self._plain_types = tuple(type(param) for param in self.params)
-        self._resting_types = tuple(resting_type(plain) for plain in self._plain_types)
+        self._plain_types = tuple((param, type(param)) for param in self.params)
+        self._resting_types = tuple((param, resting_type(plain)) for param, plain in self._plain_types)
         self.rest()
 
     def unguard(self) -> None:
@@ -400,14 +405,14 @@ class Flat:
         """A computation begins that uses the parameters, which are whole."""
         if self.is_resting:
             self.is_resting = False
-            for param, plain in zip(self.params, self._plain_types, strict=True):
+            for param, plain in self._plain_types:
                 param.__class__ = plain
 
     def rest(self) -> None:
         """It is over."""
         if self._resting_types and not self.is_resting:
             self.is_resting = True
-            for param, resting in zip(self.params, self._resting_types, strict=True):
+            for param, resting in self._resting_types:
                 param.__class__ = resting
 
     # -- one parameter ----------------------------------------------------------------------------------

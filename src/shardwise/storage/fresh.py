@@ -29,6 +29,13 @@ class FreshGradients:
         self.memory = memory
         self.views = [memory.as_strided(shape, strides, first + start) for shape, strides, start in places]
         self._num_bytes = memory.nbytes
+        self._chunks: Sequence[Tensor] = ()
+
+    def chunks(self, num_ranks: int) -> Sequence[Tensor]:
+        """What each of so many ranks sums of it."""
+        if len(self._chunks) != num_ranks:
+            self._chunks = self.memory.chunk(num_ranks)
+        return self._chunks
 
     def allocate(self) -> None:
         """Give the memory its bytes back, undefined."""

@@ -59,6 +59,8 @@ class FlatGradients:
         """Parameters whose gradient of the backward that runs has come."""
         self.copies_of_due = _copies_of(spec, self._slots, self._due_span)
         """What is due here, as ranges of it, and of each on how many ranks of the whole mesh its elements lie."""
+        self._due_spans = [slot.span.overlap(self._due_span).within(self._due_span) for slot in self._slots]
+        """Where each parameter is in it."""
         self._prepare()
 
     def _prepare(self) -> None:
@@ -87,10 +89,10 @@ class FlatGradients:
 
     # -- what a backward leaves -------------------------------------------------------------------------
 
-    def arrive(self, index: int, grad: Tensor, *, is_last: bool = True) -> None:
+    def arrive(self, index: int, grad: Tensor, *, is_last: bool = True) -> bool:
         """Take the gradient of parameter `index` into the fresh ones: cast, averaged over ranks, in one pass.
 
-        `is_last`: no other one of this parameter is to come in this backward.
+        `is_last`: no other one of this parameter is to come in this backward. Returns what `complete` would.
         """
         view = (self.fresh or self._opened_fresh()).views[index]
         if self._in_fresh[index]:
@@ -100,6 +102,7 @@ class FlatGradients:
         self._in_fresh[index] = self.touched_here[index] = self.have_come = True
         if is_last:
             self._arrived.add(index)
+        return len(self._arrived) == len(self._slots)
 
     def _opened_fresh(self) -> FreshGradients:
         """Memory for fresh gradients; new memory is undefined, but zero between parameters."""
@@ -250,8 +253,7 @@ class FlatGradients:
         """What the update reads of parameter `index`: this rank's elements of it; `None` if there is no gradient."""
         if self.due is None:
             return None
-        mine = self._slots[index].span.overlap(self._due_span)
-        return _part(self.due, mine.within(self._due_span))
+        return _part(self.due, self._due_spans[index])
 
     def note(self, index: int, *, has_one: bool) -> None:
         """All ranks know, without having to agree, that parameter `index` has a gradient, or has none."""

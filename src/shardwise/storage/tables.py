@@ -8,20 +8,19 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwise.config import Plan, Rule
+from shardwise.config import Offload, Plan, Rule
 from shardwise.errors import ConfigError, nearest
 from shardwise.mesh import Mesh
 from shardwise.placement import (
     Box,
+    Offloaded,
     Table,
     check_offload,
     resident_table,
     ruled_tables,
-    share_of_last,
     table_for,
-    with_update_on_host,
 )
-from shardwise.storage.select import choose_units, whole_numel
+from shardwise.storage.select import UnitChoice, choose_units, whole_numel
 
 SMALL = "small"
 
@@ -57,7 +56,7 @@ def tables_for(
             rows[param] = small if whole_numel(param, boxes) < plan.resident_below else common
     for unused in set(ruled) - used:
         raise _fits_nothing(unused, plan.rules[unused], model, owners)
-    return _offloaded(rows, model, plan, mesh, boxes) if plan.offload.optim or plan.offload.param else rows
+    return rows if plan.offload == Offload() else _offloaded(rows, model, plan, mesh, boxes)
 
 
 def _offloaded(
@@ -67,17 +66,21 @@ def _offloaded(
     mesh: Mesh,
     boxes: Mapping[nn.Parameter, Box],
 ) -> dict[nn.Parameter, LabelledTable]:
-    """The same with the units on the host that are the plan's share of the model, by elements that are trained."""
+    """The same with the units off the device that are the plan's share of the model, by elements that are trained."""
     check_offload(plan, mesh)
     units = choose_units(model, plan, boxes)
-    sizes = [sum(whole_numel(param, boxes) for param in unit.params.values() if param.requires_grad) for unit in units]
-    updated, resting = (share_of_last(sizes, share) for share in (plan.offload.optim, plan.offload.param))
+    offloaded = Offloaded.of(plan.offload, [trained_numel(unit, boxes) for unit in units])
     changed = dict(rows)
-    for place in updated:
+    for place in offloaded.updated:
         for param in units[place].params.values():
             row = rows[param]
-            changed[param] = LabelledTable(row.label, with_update_on_host(row.table, params=place in resting))
+            changed[param] = LabelledTable(row.label, offloaded.table(place, row.table))
     return changed
+
+
+def trained_numel(unit: UnitChoice, known: Mapping[nn.Parameter, Box] | None = None) -> int:
+    """Elements of a unit, of whole parameters, by which shares of a model are counted; `known` as in `choose_units`."""
+    return sum(whole_numel(param, known or {}) for param in unit.params.values() if param.requires_grad)
 
 
 def owners_of(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -13,11 +14,13 @@ from shardwise.mesh import Mesh
 from shardwise.placement import Slot, padded_numel
 from shardwise.program import FlatSpec, Phase, PlacedUpdate, UnitMoments, UnitSpec, Update
 from shardwise.storage.flat import Flat
+from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.select import UnitChoice
 from shardwise.storage.tables import LabelledTable
 from shardwise.telemetry import ByteMeter
 
 Named = tuple[str, nn.Parameter]
+_version = attrgetter("_version")
 
 
 @dataclass
@@ -52,9 +55,18 @@ class Unit:
     def has_frozen(self) -> bool:
         return any(not flat.spec.trainable for flat in self.flats)
 
+    @cached_property
+    def trained_grads(self) -> tuple[FlatGradients, ...]:
+        """The gradients of those flat buffers that get any."""
+        return tuple(flat.grads for flat in self.flats if flat.spec.trainable)
+
+    @cached_property
+    def _params(self) -> tuple[nn.Parameter, ...]:
+        return tuple(param for flat in self.flats for param in flat.params)
+
     def num_writes(self) -> int:
         """How often parameters have been written to in place, by whoever uses them. `.data` escapes it."""
-        return sum([param._version for flat in self.flats for param in flat.params])
+        return sum(map(_version, self._params))
 
     def wake(self) -> None:
         """Parameters are used by a computation from here on; see [Note: parameters at rest] in `flat.py`."""

@@ -38,21 +38,30 @@ class Shared:
         self.journal: Journal = pairs.journal
         self.ledger: Ledger = pairs.ledger
 
-    def all_gather(self, full: Tensor, group: Group, subject: str) -> Work:
+    def all_gather(self, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None) -> Work:
         if not self._is_near(group):
-            return self._pairs.all_gather(full, group, subject)
+            return self._pairs.all_gather(full, group, subject, chunks)
         self.ledger.called("gather", group.axis)
-        return self._gather("gather", full, group, subject)
+        return self._gather("gather", full, group, subject, chunks)
 
-    def reduce_scatter(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        source: Tensor,
+        group: Group,
+        wire: torch.dtype,
+        subject: str,
+        chunks: Sequence[Tensor] | None = None,
+    ) -> Work:
         if not self._is_near(group):
-            return self._pairs.reduce_scatter(out, source, group, wire, subject)
+            return self._pairs.reduce_scatter(out, source, group, wire, subject, chunks)
         self.ledger.called("reduce_scatter", group.axis)
         entry = self.journal.enter("reduce_scatter", group, source.numel(), wire, subject)
         if not source.numel():
             return Done()
         self._offer_summands("reduce_scatter", source, group, wire, entry.tag)
-        return self._work(entry, lambda: self._add_up(out, source, group, wire, entry.tag))
+        own = (chunks or source.chunk(len(group.ranks)))[group.index]
+        return self._work(entry, lambda: self._add_up(out, own, group, wire, entry.tag))
 
     def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
         if not self._is_near(group):
@@ -167,9 +176,11 @@ class Shared:
     def _count(self, verb: str, group: Group, num_bytes: int) -> None:
         self.ledger.sent(verb, group.axis, num_bytes)
 
-    def _gather(self, verb: str, full: Tensor, group: Group, subject: str) -> Work:
+    def _gather(
+        self, verb: str, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None
+    ) -> Work:
         entry = self.journal.enter(verb, group, full.numel(), full.dtype, subject)
-        chunks = full.chunk(len(group.ranks))
+        chunks = chunks or full.chunk(len(group.ranks))
         readers = [rank for _, rank in group.others]
         if not readers or not full.numel():
             return Done()
@@ -200,9 +211,8 @@ class Shared:
             return
         self._neighbours.offer(self._copied(source, wire), tag, readers)
 
-    def _add_up(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
-        """This rank's chunk of all ranks' summands into `out`, in the order of the group."""
-        own = source.chunk(len(group.ranks))[group.index]
+    def _add_up(self, out: Tensor, own: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
+        """This rank's chunk of all ranks' summands into `out`, in the order of the group; `own` is that of its own."""
         if len(group.ranks) == 1:
             out.copy_(own)
             return
@@ -218,7 +228,7 @@ class Shared:
     def _sum_everywhere(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, tag: int) -> None:
         chunks = out.chunk(len(group.ranks))
         own = chunks[group.index]
-        self._add_up(own, source, group, wire, tag)
+        self._add_up(own, source.chunk(len(chunks))[group.index], group, wire, tag)
         readers = [rank for _, rank in group.others]
         lies_open = own.dtype == wire and self._neighbours.lies_open(own)
         offered = own if lies_open else self._copied(own, wire)

@@ -1,0 +1,328 @@
+"""The least offload with which a model fits the memory that a plan allows: found before anything is changed.
+
+First states and update of as few units as need be go to the host; if that is not enough, what rests of parameters, too.
+Where the host has no room for all of it, states of as few units as need be go on to a disk; if that is not enough, what
+rests of parameters, too, where a rank has the same range of both.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from shardwise.config import Offload, Plan
+from shardwise.cuts import boxes_for, rows_for, split_of
+from shardwise.errors import ConfigError
+from shardwise.experts import ExpertSplit, expert_split
+from shardwise.mesh import Mesh
+from shardwise.pipeline import StageLayout, has_pipeline, stage_layout
+from shardwise.placement import check_offload, table_for
+from shardwise.program import NUM_DISK_BUFFERS, Footprint, UnitSpec, Update, disk_bytes, plan_step, straight_trace
+from shardwise.storage import UnitChoice, choose_units, trained_numel, unit_spec
+from shardwise.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What is known of the ranks: whether they compute on a CPU, how many of them are on a host, and the memory of the
+    host with least, if that is known."""
+
+    on_cpu: bool
+    num_local: int
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan with `offload` in the place of its budget, and in words what that came to, and why; "" if it had none."""
+
+    plan: Plan
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """By one choice: what a rank that holds most has on its device, and bytes of a host's memory and of its disk for
+    all ranks there."""
+
+    device: Footprint
+    on_host: int
+    on_disk: int
+
+
+def within_budget(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    ranks: Ranks,
+    updates: Mapping[nn.Parameter, Update] | None = None,
+    states_per_param: int = 0,
+    *,
+    is_live: bool = False,
+) -> Fitted:
+    """`plan` with, in the place of its `budget`, the least `offload` that fits; as it is, if it has none. The same on
+    all ranks.
+
+    `updates` says how an optimizer updates each parameter; without it, it keeps `states_per_param` for each. `is_live`:
+    the model is sharded already. Raises `ConfigError`, with figures, if nothing fits.
+    """
+    if not _is_meant(plan, mesh, ranks):
+        return Fitted(plan)
+    if is_live and (mesh.has_experts or mesh.same_params_axes):
+        raise ConfigError(
+            f"A model that is live and split ({mesh}) has other parts on each rank, of which a budget knows one. Say "
+            f"offload for reshard(), or give the budget to shard()."
+        )
+    search = _Search(model, plan, mesh, ranks, updates, states_per_param)
+    found = search.least_off_device()
+    found = search.least_on_disk(found)
+    return Fitted(plan.with_offload(found), search.said(found))
+
+
+def choices_by_place(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[list[list[UnitChoice]], ExpertSplit | None]:
+    """The units of each place along the pipeline (of one, without any), and the experts' split. Along other axes they
+    are those of the first rank, which has no less than any other."""
+    experts = expert_split(model, plan, mesh, 0)
+    boxes = boxes_for(model, mesh, 0, split_of(model, plan, mesh, 0, experts), experts)
+    choices = [replace(choice, boxes=boxes) for choice in choose_units(model, plan)]
+    if not has_pipeline(mesh):
+        return [choices], experts
+    return [of_params(choices, params) for params in params_by_place(model, stage_layout(model, plan, mesh))], experts
+
+
+def of_params(choices: Sequence[UnitChoice], params: Collection[torch.Tensor]) -> list[UnitChoice]:
+    """What of the units has `params`."""
+    own = [
+        replace(one, params={name: param for name, param in one.params.items() if param in params}) for one in choices
+    ]
+    return [one for one in own if one.params]
+
+
+def params_by_place(model: nn.Module, layout: StageLayout) -> list[set[torch.Tensor]]:
+    """By place along the pipeline."""
+    return [layout.params_at(model, place) for place in range(layout.num_ranks)]
+
+
+def _is_meant(plan: Plan, mesh: Mesh, ranks: Ranks) -> bool:
+    """Whether there is a budget. Raises `ConfigError` for one that makes no sense beside the rest of the plan."""
+    budget = plan.budget
+    if budget.device is None:
+        if budget.host is not None or budget.disk is not None:
+            which = "host" if budget.host is not None else "disk"
+            raise ConfigError(f"budget.{which} says what may leave the device; say budget.device too, what need not.")
+        return False
+    if budget.disk is not None and budget.host is None:
+        raise ConfigError(
+            "budget.disk takes what the host has no room for; say budget.host too, how much room that is, or nothing "
+            "would ever go there."
+        )
+    if budget.disk is not None and plan.disk not in (None, budget.disk):
+        raise ConfigError(f"The plan's disk is {plan.disk} and budget.disk {budget.disk}. Name one folder.")
+    if budget.host is not None and ranks.host_bytes is not None and budget.host > ranks.host_bytes:
+        raise ConfigError(
+            f"budget.host is {format_bytes(budget.host)}, and a host of this job has {format_bytes(ranks.host_bytes)} "
+            f"of memory: {format_bytes(budget.host - ranks.host_bytes)} less. Allow what there is."
+        )
+    if plan.offload != Offload():
+        raise ConfigError("The plan has offload and budget, which would choose it. Leave out either.")
+    check_offload(plan.with_offload(Offload(optim=1.0)), mesh)
+    return True
+
+
+class _Search:
+    """What each choice would hold, and the least that fits."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        ranks: Ranks,
+        updates: Mapping[nn.Parameter, Update] | None,
+        states_per_param: int,
+    ) -> None:
+        self._model, self._plan, self._mesh, self._ranks = model, plan, mesh, ranks
+        self._updates, self._states_per_param = updates, states_per_param
+        self._places, self._experts = choices_by_place(model, plan, mesh)
+        self._units = choose_units(model, plan)
+        self._held: dict[Offload, _Held] = {}
+        trained = [(unit.name, trained_numel(unit)) for unit in self._units]
+        self._names = [name for name, size in reversed(trained) if size]
+        """Of units that are trained, the last one first: the order in which they leave the device."""
+        self._shares, together, numel = [], 0, sum(size for _, size in trained)
+        for size in (size for _, size in reversed(trained) if size):
+            together += size
+            self._shares.append((together - 0.5) / max(1, numel))  # so that rounding takes no unit more
+
+    def least_off_device(self) -> Offload:
+        """Unit by unit, first what is updated on the host, then what rests there: the first choice with which each
+        device has room. All that come after it have it as well."""
+        updated = [Offload(optim=share) for share in self._shares]
+        resting = [Offload(optim=1.0, param=share) for share in self._shares]
+        choices = [Offload(), *updated, *resting]
+        allowed = self._plan.budget.device or 0
+        place = bisect_left(choices, True, key=lambda offload: self.holds(offload).device.total <= allowed)
+        if place < len(choices):
+            return choices[place]
+        least = min((self.holds(choice).device for choice in choices), key=lambda held: held.total)
+        raise ConfigError(
+            f"budget.device is {format_bytes(allowed)}, but with all that can go on the host each rank still holds "
+            f"{format_bytes(least.total)} on its device ({format_bytes(least.total - allowed)} too much), of which "
+            f"{format_bytes(least.working)} is what comes and goes. {self._largest()}: make units smaller, or "
+            f"prefetch_bytes, or shard parameters over more ranks."
+        )
+
+    def least_on_disk(self, found: Offload) -> Offload:
+        """`found`, with states of as few units on the disk as leaves room on the host for the rest, and then what rests
+        of their parameters."""
+        budget, taken = self._plan.budget, self.holds(found).on_host
+        if budget.host is None or taken <= budget.host:
+            return found
+        if budget.disk is None:
+            raise self._too_much_for_host(found, [])
+        choices = [_on_disk(found, share) for share in self._shares if share <= found.optim]
+        for choice, foreseen in zip(choices, self._on_host_beside_disk(found), strict=False):
+            if foreseen <= budget.host and self.holds(choice).on_host <= budget.host:
+                return choice
+        table = table_for(self._plan, self._mesh).on(self._mesh)
+        if table.param.shard == table.optim.shard:
+            with_params = [_on_disk(found, found.optim, share) for share in self._shares if share <= found.param]
+            choices += with_params
+            for choice in with_params:
+                if self.holds(choice).on_host <= budget.host:
+                    return choice
+        raise self._too_much_for_host(found, choices)
+
+    def holds(self, offload: Offload) -> _Held:
+        """Of the ranks of a host, as far as their places along a pipeline differ."""
+        if offload not in self._held:
+            prefetch_bytes = None if self._plan.prefetch_bytes == "auto" else self._plan.prefetch_bytes
+            prints = []
+            for units in self._specs(offload):
+                step = plan_step(units, straight_trace(units), prefetch_bytes=prefetch_bytes)
+                num = self._plan.accumulate
+                prints.append(step.footprint(states_per_param=self._states_per_param, num_micro_batches=num))
+            on_host = self._of_host([one.host.total if one.host is not None else 0 for one in prints])
+            on_disk = self._of_host([one.disk.total if one.disk is not None else 0 for one in prints])
+            self._held[offload] = _Held(max(prints, key=lambda one: one.total), on_host, on_disk)
+        return self._held[offload]
+
+    def said(self, found: Offload) -> str:
+        """What was picked and why, in a few lines."""
+        budget, held, without = self._plan.budget, self.holds(found), self.holds(Offload())
+        allowed = budget.device or 0
+        picked = self._picked(found)
+        lines = [f"budget: {picked}"]
+        why = f"each device holds {format_bytes(held.device.total)} of the {format_bytes(allowed)} allowed"
+        if found != Offload():
+            why += f", and would hold {format_bytes(without.device.total)} with all of it there"
+        lines.append(f"  {why}")
+        if held.on_host:
+            of = f" of the {format_bytes(budget.host)} allowed" if budget.host is not None else ""
+            shared = f" to its {self._ranks.num_local} ranks" if self._ranks.num_local > 1 else ""
+            why = f"a host holds {format_bytes(held.on_host)}{of}{shared}"
+            if found.optim_disk:
+                beside = self.holds(_on_disk(found, 0.0)).on_host
+                why += f", and would hold {format_bytes(beside)} without the disk"
+            lines.append(f"  {why}")
+        if held.on_disk:
+            lines.append(f"  its disk holds {format_bytes(held.on_disk)} in {budget.disk}")
+        return "\n".join(lines)
+
+    def _picked(self, found: Offload) -> str:
+        if found == Offload():
+            return "nothing has to leave the device"
+        num = len(self._names)
+        shares = (found.optim, found.optim_disk, found.param, found.param_disk)
+        num_updated, num_on_disk, num_resting, num_below = (
+            sum(one <= share for one in self._shares) for share in shares
+        )
+        said = f"gradients, states and update of {_of_units(self._names, num_updated, num)} are on the host"
+        if num_on_disk:
+            said += f"; the states of {_of_units(self._names, num_on_disk, num)} on a disk"
+        if num_resting:
+            said += f"; parameters of {_of_units(self._names, num_resting, num)} rest on the host"
+        if num_below:
+            said += f", but those of {_of_units(self._names, num_below, num)} on the disk"
+        return said
+
+    def _count(self, share: float) -> int:
+        """Units that a share takes."""
+        return sum(one <= share for one in self._shares)
+
+    def _specs(self, offload: Offload) -> list[tuple[UnitSpec, ...]]:
+        """The units of each place along the pipeline."""
+        rows = rows_for(self._model, self._plan.with_offload(offload), self._mesh, self._experts)
+        on_cpu = self._ranks.on_cpu
+        every = (
+            [unit_spec(choice, rows, self._mesh, self._updates, on_cpu=on_cpu) for choice in choices]
+            for choices in self._places
+        )
+        return [tuple(spec for spec in specs if spec.flats) for specs in every]
+
+    def _of_host(self, by_place: Sequence[int]) -> int:
+        """Bytes of all ranks of a host, of those of one rank at each place along the pipeline."""
+        num_local, size = self._ranks.num_local, self._mesh.world_size
+        return num_local * max(by_place) if num_local < size else sum(by_place) * (size // len(by_place))
+
+    def _on_host_beside_disk(self, found: Offload) -> list[int]:
+        """What a host would hold, to a few pages, with the states of so many units on the disk: of one, of two ..."""
+        before, after = self._specs(found), self._specs(_on_disk(found, found.optim))
+        resting, foreseen = self.holds(found).on_host, []
+        for count in range(1, len(self._names) + 1):
+            there = set(self._names[:count])
+            saved = [self._saved(*units, there) for units in zip(before, after, strict=True)]
+            foreseen.append(resting - self._of_host(saved))
+        return foreseen
+
+    def _saved(self, units: Sequence[UnitSpec], moved: Sequence[UnitSpec], there: Collection[str]) -> int:
+        """Bytes of a rank's host that are free with the states of the units `there` on the disk, where `moved` says
+        how large their files are."""
+        files, left = [], 0
+        for unit, same in zip(units, moved, strict=True):
+            for flat, of_disk in zip(unit.flats, same.flats, strict=True) if unit.name in there else ():
+                if of_disk.updates_from_disk:
+                    files.append(disk_bytes(of_disk, None, self._states_per_param))
+                    optim = flat.table.optim
+                    left += flat.num_bytes(optim.shard, optim.dtype) if flat.master_is_param else 0
+        return sum(files) - left - min(NUM_DISK_BUFFERS, len(files)) * max(files, default=0)
+
+    def _too_much_for_host(self, found: Offload, choices: Sequence[Offload]) -> ConfigError:
+        budget, num_local = self._plan.budget, self._ranks.num_local
+        device, host = format_bytes(budget.device or 0), budget.host or 0
+        ranks = f"{num_local} ranks" if num_local > 1 else "1 rank"
+        if not choices:
+            taken = self.holds(found).on_host
+            return ConfigError(
+                f"To fit {device} on each device, {ranks} would take {format_bytes(taken)} of their host's memory: "
+                f"{format_bytes(taken - host)} more than budget.host. {self._largest()}. Allow more of either, shard "
+                f"over more hosts, or name a folder on a local disk for states: budget.disk."
+            )
+        taken = min(self.holds(choice).on_host for choice in choices)
+        return ConfigError(
+            f"To fit {device} on each device, {ranks} would take {format_bytes(taken)} of their host's memory beside "
+            f"the disk: {format_bytes(taken - host)} more than budget.host. {self._largest()}, of whose states "
+            f"{NUM_DISK_BUFFERS} buffers are in memory. Allow more of either, make units smaller, or shard over more "
+            f"hosts."
+        )
+
+    def _largest(self) -> str:
+        largest = max(self._units, key=lambda unit: sum(param.numel() for param in unit.params.values()))
+        numel = sum(param.numel() for param in largest.params.values())
+        return f"The largest unit is {largest.name}, with {numel:,} parameters"
+
+
+def _on_disk(offload: Offload, states: float, params: float = 0.0) -> Offload:
+    """The same with other shares of states and of parameters on a disk."""
+    return offload.model_copy(update={"optim_disk": states, "param_disk": params})
+
+
+def _of_units(names: Sequence[str], count: int, num: int) -> str:
+    """`3 of 5 units (h.2 to head)`; `names` has the last one first."""
+    first, last = names[count - 1], names[0]
+    which = last if count == 1 else f"{first} to {last}"
+    return f"all {num} units" if count == num else f"{count} of {num} units ({which})"

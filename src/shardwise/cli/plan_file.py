@@ -1,0 +1,45 @@
+"""`shardwise convert ds_config.json plan.yaml`: a DeepSpeed config as a plan, and what became of each of its fields."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from shardwise.errors import ConfigError
+from shardwise.integrations.deepspeed.config import Reading, read_config
+
+
+def run(args: argparse.Namespace) -> int:
+    reading = read_config(args.source, world_size=args.world)
+    text = _yaml_of(reading, args.source, args.world)
+    if args.dry_run:
+        print(text, end="")
+    else:
+        _write_new(args.out, text)
+        print(f"{args.out}: written. `shardwise explain {args.out} --world {args.world}` says what it means.")
+    if report := reading.report():
+        Console(stderr=True).print(report, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _yaml_of(reading: Reading, source: Path, num_ranks: int) -> str:
+    batch = f"{reading.micro_batch} samples a rank and micro-batch, {reading.global_batch} a step on {num_ranks} ranks"
+    lines = [f"# From {source.name}: {batch}."]
+    for what, named in (("optimizer", reading.optimizer), ("scheduler", reading.scheduler)):
+        if named is not None:
+            values = ", ".join(f"{key}={value!r}" for key, value in named.params.items())
+            lines.append(f"# The script makes the {what}: {named.name}({values}).")
+    return "\n".join(lines) + "\n" + yaml.safe_dump(reading.plan, sort_keys=False)
+
+
+def _write_new(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise ConfigError(f"{path} is there already. Name a file that is not, or look with --dry-run.") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,66 @@
+"""Memory for what the other ranks send to be summed.
+
+[Note: staging is used again] To cut memory for 7 messages takes 9 us, and to make it 2, of the 80 in which a small
+gradient is summed over 8 ranks. So what has been summed keeps its views, its storage resized to nothing: it takes no
+memory until the next sum of its size gives it bytes again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+Tensor = torch.Tensor
+_Kind = tuple[int, int, torch.dtype]
+_MOST_KEPT = 256
+"""Sums of activations may have any length."""
+
+
+class Staging:
+    """Memory for one sum, of undefined content."""
+
+    __slots__ = ("_num_bytes", "_storage", "chunks", "kind")
+
+    def __init__(self, kind: _Kind) -> None:
+        num_chunks, numel, dtype = self.kind = kind
+        with torch.inference_mode(mode=False):  # it will be written to outside as well
+            whole = torch.empty(num_chunks, numel, dtype=dtype, device="cpu")
+        self.chunks = whole.unbind()
+        """One for each message."""
+        self._storage = whole.untyped_storage()
+        self._num_bytes = whole.nbytes
+
+    def allocate(self) -> None:
+        self._storage.resize_(self._num_bytes)
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+
+class StagingPool:
+    """That of one rank, used by the thread that computes."""
+
+    def __init__(self) -> None:
+        self._unused: defaultdict[_Kind, list[Staging]] = defaultdict(list)
+        self._num_unused = 0
+
+    def take(self, num_chunks: int, numel: int, dtype: torch.dtype) -> Staging:
+        """Memory for so many messages of `numel` elements."""
+        kind = (num_chunks, numel, dtype)
+        unused = self._unused[kind]
+        if not unused:
+            return Staging(kind)
+        self._num_unused -= 1
+        staging = unused.pop()
+        staging.allocate()
+        return staging
+
+    def give_back(self, staging: Staging) -> None:
+        """Every message has come, and been read. What a failed sum has taken is never given back."""
+        staging.free()
+        if self._num_unused >= _MOST_KEPT:
+            self._unused.clear()
+            self._num_unused = 0
+        self._unused[staging.kind].append(staging)
+        self._num_unused += 1

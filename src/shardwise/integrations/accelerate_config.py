@@ -1,0 +1,150 @@
+"""What a file of `accelerate config` asks for, as a plan and as options of the launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.errors import ConfigError
+
+_STRATEGIES = {
+    "FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero3-kept", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp",
+    "1": "zero3", "2": "zero3-kept", "3": "ddp", "4": "hsdp", "TRUE": "zero3", "FALSE": "zero3-kept",
+}  # fmt: skip
+_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+_KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
+_OFF: tuple[Any, ...] = (None, False, "no", "none", "None", "NO", "", {}, 0)
+_NEEDLESS = {
+    "compute_environment", "downcast_bf16", "machine_rank", "main_training_function", "rdzv_backend", "same_network",
+    "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "tpu_env", "main_process_ip",
+    "fsdp_version", "fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_cpu_ram_efficient_loading",
+    "fsdp_sync_module_states", "fsdp_use_orig_params", "fsdp_limit_all_gathers", "fsdp_state_dict_type",
+    "zero3_init_flag", "zero3_save_16bit_model", "deepspeed_multinode_launcher",
+}  # fmt: skip
+"""What says how others do something, and not what is to be done."""
+
+
+@dataclass
+class AccelerateConfig:
+    """What was found; `not_understood` has what the plan has no place for, by key, with the reason."""
+
+    plan: dict[str, Any] = field(default_factory=dict)
+    nproc: int | None = None
+    port: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    not_understood: list[str] = field(default_factory=list)
+
+
+def read_accelerate_config(path: Path) -> AccelerateConfig:
+    """Raises `ConfigError` for a file that is none, and for a job on several hosts."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as a file of `accelerate config`: {error}") from error
+    if not isinstance(values, dict) or "distributed_type" not in values:
+        raise ConfigError(f"{path} has no distributed_type, so it is no file of `accelerate config`.")
+    kind = str(values["distributed_type"])
+    if kind not in _KINDS:
+        raise ConfigError(f"{path}: distributed_type {kind} is no job of ranks here. Known: {', '.join(_KINDS)}.")
+    if values.get("num_machines", 1) not in (1, "1"):
+        raise ConfigError(
+            f"{path}: num_machines is {values['num_machines']}, and shardwise launch starts ranks of one host. Start "
+            f"torchrun -m shardwise.integrations.run --plan PLAN script on each."
+        )
+    found = AccelerateConfig({"preset": "ddp"})
+    for key, value in values.items():
+        _take(found, str(key), value, kind)
+    return found
+
+
+def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:
+    if key in _VARIABLES:
+        if value not in _OFF:
+            found.environment[_VARIABLES[key]] = str(value).lower()
+    elif key in ("fsdp_config", "deepspeed_config"):
+        wanted = key == f"{kind.lower()}_config"
+        for inner, one in (value or {}).items():
+            if not wanted:
+                found.not_understood.append(f"{key}.{inner}: distributed_type is {kind}")
+            else:
+                (_take_fsdp if key == "fsdp_config" else _take_deepspeed)(found, str(inner), one)
+    elif key == "num_processes":
+        found.nproc = int(value)
+    elif key == "main_process_port":
+        found.port = None if value in _OFF else int(value)
+    elif key == "gpu_ids":
+        if value not in (*_OFF, "all"):
+            found.environment["CUDA_VISIBLE_DEVICES"] = str(value)
+    elif key == "dynamo_config":
+        for inner, one in (value or {}).items():
+            _take(found, str(inner), one, kind)
+    elif key != "distributed_type" and key not in _NEEDLESS and value not in _OFF:
+        found.not_understood.append(f"{key}: {value}")
+
+
+_VARIABLES = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "use_cpu": "ACCELERATE_USE_CPU",
+    "debug": "ACCELERATE_DEBUG_MODE",
+    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+}
+
+
+def _take_fsdp(found: AccelerateConfig, key: str, value: Any) -> None:
+    if key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
+        name = str(value).upper()
+        if name not in _STRATEGIES:
+            found.not_understood.append(f"{key}: {value} (known: {', '.join(_STRATEGIES)})")
+        elif "offload" not in found.plan["preset"]:
+            found.plan["preset"] = _STRATEGIES[name]
+    elif key == "fsdp_offload_params":
+        if value not in (*_OFF, "false"):
+            found.plan["preset"] = "zero3-offload"
+    elif key == "fsdp_transformer_layer_cls_to_wrap":
+        _take_units(found, key, value, lambda name: {"class": name})
+    elif key == "fsdp_min_num_params":
+        _take_units(found, key, value, lambda count: {"min_numel": int(count)})
+    elif key == "fsdp_auto_wrap_policy":
+        if value == "NO_WRAP":
+            found.not_understood.append(f"{key}: {value} (units are blocks of the model)")
+    elif key not in _NEEDLESS and value not in (*_OFF, "false"):
+        found.not_understood.append(f"{key}: {value}")
+
+
+def _take_units(found: AccelerateConfig, key: str, value: Any, rule: Callable[[str], dict[str, Any]]) -> None:
+    names = str(value).split(",") if value not in _OFF else []
+    if len(names) == 1:
+        found.plan["units"] = rule(names[0].strip())
+    elif names:
+        found.not_understood.append(f"{key}: {value} (units: takes one class)")
+
+
+def _take_deepspeed(found: AccelerateConfig, key: str, value: Any) -> None:
+    preset = found.plan["preset"]
+    if key == "zero_stage":
+        if int(value) not in _STAGES:
+            raise ConfigError(f"deepspeed_config.zero_stage is {value}; stages are 0 to 3.")
+        stage = _STAGES[int(value)]
+        found.plan["preset"] = {"cpu": _offloaded(stage), "disk": "infinity"}.get(preset, stage)
+    elif key == "offload_optimizer_device" and value == "cpu":
+        found.plan["preset"] = "cpu" if preset == "ddp" else _offloaded(preset)
+    elif key == "offload_optimizer_device" and value == "nvme":
+        found.plan["preset"] = "disk" if preset == "ddp" else "infinity"
+    elif key == "offload_optimizer_nvme_path":
+        if value not in _OFF:
+            found.plan["disk"] = str(value)
+    elif key in _VARIABLES:
+        _take(found, key, value, "DEEPSPEED")
+    elif key == "gradient_clipping" and value not in _OFF:
+        found.not_understood.append(f"{key}: {value} (the script clips: accelerator.clip_grad_norm_)")
+    elif key not in _NEEDLESS and value not in (*_OFF, "none"):
+        found.not_understood.append(f"{key}: {value}")
+
+
+def _offloaded(stage: str) -> str:
+    return "zero3-offload" if stage.startswith("zero3") else "offload"

@@ -1,0 +1,392 @@
+"""A `ds_config.json` as a plan of shardwise: each field is honoured, explained or refused, none silently ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.integrations.deepspeed.fields import (
+    ELSEWHERE_SECTIONS,
+    FIELDS,
+    FREE_SECTIONS,
+    REFUSED_SECTIONS,
+    RENAMED,
+    SECTION_NAMES,
+    Fate,
+    not_understood,
+)
+
+_DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+_NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_PRESETS = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+
+
+@dataclass(frozen=True)
+class Note:
+    """What became of one field."""
+
+    path: str
+    fate: Fate
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.fate.value}" + (f"; {self.text}" if self.text else "")
+
+
+@dataclass(frozen=True)
+class Named:
+    """An optimizer or a schedule that a config asks for by name."""
+
+    name: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a DeepSpeed config comes to."""
+
+    plan: dict[str, Any]
+    """For `shardwise.shard`, `load_plan` or a YAML file."""
+    micro_batch: int
+    """Samples of one rank and one forward: `train_micro_batch_size_per_gpu`."""
+    accumulate: int
+    """Micro-batches of a step: `gradient_accumulation_steps`."""
+    num_replicas: int
+    """Ranks that read different data."""
+    stage: int
+    optimizer: Named | None
+    scheduler: Named | None
+    steps_per_print: int | None
+    notes: tuple[Note, ...] = field(default=())
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step on all ranks: `train_batch_size`."""
+        return self.micro_batch * self.accumulate * self.num_replicas
+
+    def report(self) -> str:
+        """Every field that was not simply honoured, a line each, those that are not understood first."""
+        order = (Fate.UNKNOWN, Fate.AUTO, Fate.ELSEWHERE, Fate.NOT_NEEDED)
+        shown = [note for fate in order for note in self.notes if note.fate is fate]
+        return "\n".join(map(str, shown))
+
+
+def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """The config that `source` is: a mapping, or a JSON file.
+
+    Raises `ConfigError` for a file that cannot be read, is no JSON object, or has a key twice.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(path, pairs))
+    except OSError as error:
+        raise ConfigError(f"{path}: the DeepSpeed config cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: this is no JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: a DeepSpeed config is a JSON object, not a {type(config).__name__}.")
+    return config
+
+
+def read_config(
+    source: Mapping[str, Any] | str | Path,
+    *,
+    world_size: int,
+    auto: Mapping[str, Any] | None = None,
+    num_stages: int = 1,
+) -> Reading:
+    """What the config at `source` comes to on `world_size` ranks, for a model in `num_stages` stages.
+
+    `auto` gives values for fields that say `"auto"`, by their paths (`"zero_optimization.reduce_bucket_size"`); without
+    one a field is as if it had not been set, and noted. Raises `ConfigError` for fields that contradict each other, and
+    for those whose wish cannot be granted; the message names all of the latter at once.
+    """
+    values, notes = _sorted_out(load_config(source), auto or {})
+    plan: dict[str, Any] = {}
+    _set_precision(plan, values)
+    _set_table(plan, values)
+    split = _Split.of(values, num_stages, world_size)
+    _set_mesh(plan, values, split)
+    clip = values.number("gradient_clipping")
+    if clip > 0:
+        plan["clip_grad_norm"] = float(clip)
+    micro_batch, accumulate = _batches(values, split.replicas)
+    if accumulate > 1:
+        plan["accumulate"] = accumulate
+    return Reading(
+        plan,
+        micro_batch,
+        accumulate,
+        split.replicas,
+        int(values.number("zero_optimization.stage")),
+        values.named("optimizer"),
+        values.named("scheduler"),
+        values.get("steps_per_print"),
+        tuple(notes),
+    )
+
+
+class _Values:
+    """What is set, by path; the rest is as DeepSpeed has it."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    def get(self, path: str) -> Any:
+        return self._given.get(path, FIELDS[path].default)
+
+    def is_given(self, path: str) -> bool:
+        return path in self._given
+
+    def flag(self, path: str) -> bool:
+        value = self.get(path)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{path} is {value!r}; it has to be true or false.")
+        return value
+
+    def number(self, path: str) -> float:
+        value = self.get(path)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{path} is {value!r}, which is no number.")
+        return value
+
+    def count(self, path: str) -> int | None:
+        """A positive whole number, or `None` where it is not set."""
+        value = self.get(path)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{path} is {value!r}; it has to be a whole number from 1 on.")
+        return value
+
+    def named(self, section: str) -> Named | None:
+        name = self.get(f"{section}.type")
+        if name is None:
+            return None
+        params = self.get(f"{section}.params") or {}
+        if not isinstance(name, str) or not isinstance(params, Mapping):
+            raise ConfigError(f"{section} has to be an object with a type, which is a name, and params, an object.")
+        return Named(name, {key: value for key, value in params.items() if value != "auto"})
+
+
+def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ConfigError(f"{path}: {', '.join(map(repr, twice))} is there twice. Keep one.")
+    return dict(pairs)
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        path = RENAMED.get(f"{prefix}{key}", f"{prefix}{key}")
+        if isinstance(value, Mapping) and path not in FREE_SECTIONS and path in SECTION_NAMES:
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _sorted_out(config: Mapping[str, Any], auto: Mapping[str, Any]) -> tuple[_Values, list[Note]]:
+    """The values that count, and what became of each field. Refuses what cannot be granted, all of it at once."""
+    given: dict[str, Any] = {}
+    notes: list[Note] = []
+    refused: list[str] = []
+    for path, value in _leaves(config):
+        section = path.partition(".")[0]
+        if section in ELSEWHERE_SECTIONS:
+            notes.append(Note(path, Fate.ELSEWHERE, ELSEWHERE_SECTIONS[section]))
+        elif section in REFUSED_SECTIONS:
+            is_off = not _asks_for_something(value)
+            notes.append(Note(path, Fate.NOT_NEEDED if is_off else Fate.REFUSED, "it is off" if is_off else ""))
+            refused += [] if is_off else [f"{path}: {REFUSED_SECTIONS[section]}"]
+        elif path not in FIELDS:
+            notes.append(Note(path, Fate.UNKNOWN, not_understood(path)))
+        elif value == "auto" and path not in auto and FIELDS[path].default != "auto":
+            notes.append(Note(path, Fate.AUTO, f"as if it were {json.dumps(FIELDS[path].default)}"))
+        else:
+            value = auto[path] if value == "auto" and path in auto else value
+            known = FIELDS[path]
+            if known.fate is Fate.REFUSED and value not in (known.default, None):
+                refused.append(f"{path} = {json.dumps(value)}: {known.why}")
+            given[path] = value
+            notes.append(Note(path, known.fate, known.why))
+    if refused:
+        raise ConfigError(
+            "This DeepSpeed config asks for what shardwise has not:\n" + "\n".join(f"  {line}" for line in refused)
+        )
+    return _Values(given), notes
+
+
+def _asks_for_something(value: object) -> bool:
+    """Whether a section does anything: one with `enabled` says so itself, else any value but an empty one asks."""
+    if isinstance(value, Mapping):
+        if "enabled" in value:
+            return bool(value["enabled"])
+        return any(map(_asks_for_something, value.values()))
+    return value not in (None, False, 0, "", "none")
+
+
+def _set_precision(plan: dict[str, Any], values: _Values) -> None:
+    is_fp16, is_bf16 = values.flag("fp16.enabled"), values.flag("bf16.enabled")
+    if is_fp16 and is_bf16:
+        raise ConfigError("fp16 and bf16 are both enabled. Keep one of them.")
+    if is_fp16:
+        fixed = values.number("fp16.loss_scale")
+        plan["precision"] = "fp16"
+        plan["loss_scale"] = {
+            "dynamic": fixed == 0,
+            "initial": float(fixed or 2.0 ** values.number("fp16.initial_scale_power")),
+            "window": int(values.number("fp16.loss_scale_window")),
+            "hysteresis": int(values.number("fp16.hysteresis")),
+            "minimum": float(values.number("fp16.min_loss_scale")),
+        }
+    elif is_bf16:
+        plan["precision"] = "bf16"
+    if (wire := _dtype(values, "communication_data_type")) is not None:
+        plan["wire"] = {"grad": wire}
+    if (kept := _dtype(values, "data_types.grad_accum_dtype")) is not None:
+        _edit(plan, "grad", dtype=kept)
+
+
+def _dtype(values: _Values, path: str) -> str | None:
+    name = values.get(path)
+    if name is None:
+        return None
+    if name not in _DTYPES:
+        raise ConfigError(f"{path} is {name!r}; known are {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def _set_table(plan: dict[str, Any], values: _Values) -> None:
+    stage = values.get("zero_optimization.stage")
+    if stage not in _PRESETS:
+        raise ConfigError(f"zero_optimization.stage is {stage!r}; there are 0, 1, 2 and 3.")
+    plan["preset"] = _PRESETS[stage]
+    if stage == 3:
+        threshold = values.number("zero_optimization.stage3_param_persistence_threshold")
+        plan["resident_below"] = int(threshold)
+        if values.is_given("zero_optimization.stage3_prefetch_bucket_size"):
+            elements = values.number("zero_optimization.stage3_prefetch_bucket_size")
+            plan["prefetch_bytes"] = int(elements * _NUM_BYTES[plan.get("precision", "fp32")])
+    _set_offload(plan, values, stage)
+
+
+def _set_offload(plan: dict[str, Any], values: _Values, stage: int) -> None:
+    optim = _tier(values, "offload_optimizer", "cpu_offload")
+    param = _tier(values, "offload_param", "cpu_offload_param")
+    ratio = values.number("zero_optimization.offload_optimizer.ratio")
+    if optim is None and param is None:
+        return
+    if stage == 0 or (param is not None and stage < 3):
+        what = "offload_optimizer" if param is None else "offload_param"
+        needed = "1, 2 or 3" if param is None else "3"
+        raise ConfigError(f"zero_optimization.{what} needs stage {needed}, and stage is {stage}.")
+    if optim is None:
+        raise ConfigError(
+            "zero_optimization.offload_param without offload_optimizer: parameters rest on the host only where their "
+            'states do. Add "offload_optimizer": {"device": "cpu"}.'
+        )
+    if optim == "host" and ratio < 1:
+        plan["offload"] = {"optim": float(ratio), "param": float(ratio) if param else 0.0}
+        return
+    _edit(plan, "optim", tier=optim)
+    if stage > 1 or optim == "disk":
+        _edit(plan, "grad", tier="host")
+    if param is not None:
+        _edit(plan, "param", tier=param)
+    if "disk" in (optim, param):
+        sections = ("offload_optimizer", "offload_param")
+        folders = {values.get(f"zero_optimization.{section}.nvme_path") for section in sections} - {None}
+        if len(folders) != 1:
+            raise ConfigError(
+                f"offload to nvme needs one nvme_path, and there are {len(folders)}: "
+                f"{', '.join(sorted(map(str, folders))) or 'none'}."
+            )
+        plan["disk"] = str(folders.pop())
+
+
+def _tier(values: _Values, section: str, deprecated: str) -> str | None:
+    """`host`, `disk`, or nothing."""
+    path = f"zero_optimization.{section}.device"
+    device = values.get(path)
+    if values.get(f"zero_optimization.{deprecated}"):
+        device = "cpu" if device == "none" else device
+    tiers = {"none": None, None: None, "cpu": "host", "nvme": "disk"}
+    if device not in tiers:
+        raise ConfigError(f"{path} is {device!r}; there are none, cpu and nvme.")
+    return tiers[device]
+
+
+def _edit(plan: dict[str, Any], row: str, **changes: str) -> None:
+    plan.setdefault("rows", {}).setdefault(row, {}).update(changes)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How many ranks share in one sample, and how many samples there are at a time."""
+
+    stages: int
+    sequence: int
+    tensor: int
+    replicas: int
+
+    @classmethod
+    def of(cls, values: _Values, stages: int, world_size: int) -> _Split:
+        tensor = max(values.count(f"tensor_parallel.{name}") or 1 for name in ("tp.tp_size", "autotp_size"))
+        sequence = values.count("sequence_parallel_size") or 1
+        if world_size % (tensor * sequence * stages):
+            raise ConfigError(
+                f"{world_size} ranks do not divide by tensor_parallel ({tensor}) times sequence_parallel_size "
+                f"({sequence}) times stages ({stages})."
+            )
+        return cls(stages, sequence, tensor, world_size // (tensor * sequence * stages))
+
+
+def _set_mesh(plan: dict[str, Any], values: _Values, split: _Split) -> None:
+    mics = int(values.number("zero_optimization.mics_shard_size"))
+    hpz = int(values.number("zero_optimization.zero_hpz_partition_size"))
+    if mics > 1 and hpz > 1:
+        raise ConfigError("mics_shard_size and zero_hpz_partition_size shard parameters in two ways. Keep one.")
+    data = {"dp": -1}
+    if mics > 1 or hpz > 1:
+        local = max(mics, hpz)
+        if plan["preset"] != "zero3":
+            raise ConfigError("mics_shard_size and zero_hpz_partition_size need stage 3.")
+        if split.replicas % local:
+            raise ConfigError(f"{split.replicas} data-parallel ranks do not divide by {local}.")
+        plan["preset"] = "hsdp" if mics > 1 else "hpz"
+        data = {"node": -1, "local": local}
+    inner = {axis: size for axis, size in (("sp", split.sequence), ("tp", split.tensor)) if size > 1}
+    outer = {"pp": split.stages} if split.stages > 1 else {}
+    if inner or outer or "local" in data:
+        plan["mesh"] = {**outer, **data, **inner}
+
+
+def _batches(values: _Values, replicas: int) -> tuple[int, int]:
+    """Samples of a micro-batch and micro-batches of a step: any two of DeepSpeed's three numbers say the third."""
+    whole = values.count("train_batch_size")
+    micro = values.count("train_micro_batch_size_per_gpu")
+    steps = values.count("gradient_accumulation_steps")
+    if whole is None:
+        return micro or 1, steps or 1
+    if whole % replicas:
+        raise ConfigError(f"train_batch_size {whole} does not divide by {replicas} data-parallel ranks.")
+    each = whole // replicas
+    if micro is None and steps is None:
+        return each, 1
+    known = micro or steps
+    assert known is not None
+    other, is_even = each // known, each % known == 0
+    found = (micro, steps or other) if micro is not None else (other, known)
+    if not is_even or found[0] * found[1] != each:
+        raise ConfigError(
+            f"train_batch_size {whole} is not train_micro_batch_size_per_gpu ({micro}) times "
+            f"gradient_accumulation_steps ({steps}) times {replicas} data-parallel ranks. Leave one of them out."
+        )
+    return found

@@ -1,0 +1,391 @@
+"""An engine with DeepSpeed's calls: `engine(batch)`, `backward`, `step`, `save_checkpoint`, `load_checkpoint`."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from shardwise import Engine, Plan
+from shardwise.errors import CheckpointError, StateError
+from shardwise.integrations.deepspeed.config import Reading
+
+LATEST = "latest"
+"""The file that names the newest tag of a folder, as DeepSpeed's."""
+_LIVE: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+
+
+class Scheduler(Protocol):
+    """What `step()`s once per optimizer step."""
+
+    def step(self) -> object: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+class DeepSpeedEngine(nn.Module):
+    """A model on shardwise's engine, called as DeepSpeed's is. Made by `initialize`.
+
+    `backward` and `step` are called once per micro-batch; every `gradient_accumulation_steps`-th step updates, takes
+    the scheduler a step further and forgets the gradients. Attributes that it has not are the model's. `shardwise` is
+    the engine beneath.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reading: Reading,
+        optimizer: torch.optim.Optimizer | None,
+        lr_scheduler: Scheduler | None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = engine.module
+        self.shardwise = engine
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.collate_fn = collate_fn
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.loaded_checkpoint_tag: str | None = None
+        self._reading = reading
+        self._last_was_skipped = False
+        engine.remember(deepspeed=_Counters(self))
+        if lr_scheduler is not None:
+            engine.remember(lr_scheduler=lr_scheduler)
+        _LIVE.add(self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    # -- what it is ---------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> Plan:
+        """The plan that the config became."""
+        return self.shardwise.plan
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def world_size(self) -> int:
+        return self.shardwise.world.size
+
+    @property
+    def global_rank(self) -> int:
+        return self.shardwise.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def dp_world_size(self) -> int:
+        return self._reading.num_replicas
+
+    @property
+    def cur_scale(self) -> float:
+        """The present loss scale; 1 but in fp16."""
+        scaler = self.shardwise.scaler
+        return 1.0 if scaler is None else scaler.scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was not taken because of an overflow."""
+        return self._last_was_skipped
+
+    def train_batch_size(self) -> int:
+        return self._reading.global_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._reading.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._reading.accumulate
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def zero_optimization_stage(self) -> int:
+        return self._reading.stage
+
+    def zero_optimization(self) -> bool:
+        return self._reading.stage > 0
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self._reading.stage == 3
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self._reading.stage >= 2
+
+    def fp16_enabled(self) -> bool:
+        return self.shardwise.plan.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.shardwise.plan.precision == "bf16"
+
+    def gradient_clipping(self) -> float:
+        return self.shardwise.plan.clip_grad_norm or 0.0
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.shardwise.plan.loss_scale.dynamic
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step, before clipping. On a GPU to ask is to wait for it."""
+        return self.shardwise.gradient_norm
+
+    def get_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_type(self) -> list[str]:
+        return [type(self.optimizer).__name__ for _ in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated parameters."""
+        return self.micro_steps % self._reading.accumulate == 0 and not self._last_was_skipped
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    # -- training -----------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.shardwise(*inputs, **kwargs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_unused: object
+    ) -> torch.Tensor:
+        """Gradients of `loss`, averaged over ranks and, unless `scale_wrt_gas` is false, over micro-batches.
+
+        Returns the loss as it was divided.
+        """
+        count = self._reading.accumulate if scale_wrt_gas else 1
+        if retain_graph:
+            (self.shardwise.scale(loss) / count).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        elif scale_wrt_gas:
+            self.shardwise.backward(loss)
+        else:
+            self.shardwise.backward(loss * self._reading.accumulate)
+        return loss.detach() / count
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` as `loss.backward()` needs it: divided by the micro-batches, and scaled in fp16."""
+        return self.shardwise.scale(loss) / self._reading.accumulate
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch that is under way is the last of its step."""
+        return (self.micro_steps + 1) % self._reading.accumulate == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        if is_boundary != self.is_gradient_accumulation_boundary():
+            raise StateError(
+                f"A step is {self._reading.accumulate} micro-batches here, as gradient_accumulation_steps says, and "
+                f"this one is number {self.micro_steps % self._reading.accumulate + 1}. For another rhythm use "
+                f"shardwise.integrations.accelerate, or shardwise's own engine."
+            )
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch; the last one of a step updates. All ranks call."""
+        is_boundary = self.is_gradient_accumulation_boundary()
+        norm = self.shardwise.step()
+        self.micro_steps += 1
+        self.global_samples += self._reading.micro_batch * self._reading.num_replicas
+        if is_boundary:
+            self._end_step(lr_kwargs, norm)
+
+    def _end_step(self, lr_kwargs: Mapping[str, Any] | None, norm: object) -> None:
+        self.global_steps += 1
+        self._last_was_skipped = self.fp16_enabled() and isinstance(norm, float) and not math.isfinite(norm)
+        if self._last_was_skipped:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        every = self._reading.steps_per_print
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            print(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. A step does so by itself."""
+        self.shardwise.zero_grad()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.shardwise.no_sync()
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Nothing is left to do: backward has reduced them, or the step will."""
+
+    # -- data ---------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int = 0,
+        data_sampler: Any = None,
+        **_unused: object,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's share of `dataset`, in micro-batches of the config's size."""
+        place, count = self.shardwise.data_ranks
+        sampler = data_sampler
+        if sampler is None and hasattr(dataset, "__len__"):
+            sampler = DistributedSampler(dataset, num_replicas=count, rank=place, shuffle=True)
+        return DataLoader(
+            dataset,
+            batch_size=batch_size or self._reading.micro_batch,
+            sampler=sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers,
+            pin_memory=self.device.type != "cpu",
+        )
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write `save_dir/tag` (by default `global_stepN`), and name it in `save_dir/latest`. All ranks call.
+
+        A checkpoint of shardwise: any world size, stage and precision resumes from it. `client_state` is kept with it:
+        numbers, text, lists, dicts, tensors.
+        """
+        folder, name = Path(save_dir), f"global_step{self.global_steps}" if tag is None else str(tag)
+        self.shardwise.save(folder / name, self.global_steps, {"client_state": dict(client_state or {})})
+        if save_latest and self.global_rank == 0:
+            draft = folder / f".{LATEST}.draft"
+            draft.write_text(name)
+            draft.replace(folder / LATEST)
+        self.shardwise.world.any_rank(False)  # nobody reads `latest` before it is there
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        **_unused: object,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Continue from `load_dir/tag`, by default the latest one; `(None, {})` if there is none. All ranks call.
+
+        Returns the folder and the `client_state` that was saved. Raises `CheckpointError` for a folder of DeepSpeed's
+        own, which `shardwise convert` makes one of ours.
+        """
+        whole = load_module_strict and load_optimizer_states and load_lr_scheduler_states and not load_module_only
+        if not whole:
+            raise CheckpointError(
+                "load_checkpoint() takes all of a checkpoint: weights, optimizer and scheduler. For weights alone give "
+                "initialize() a model with them: `shardwise convert CHECKPOINT MODEL --to hf`, then from_pretrained."
+            )
+        folder = Path(load_dir)
+        name = _latest(folder) if tag is None else str(tag)
+        if name is None:
+            return None, {}
+        if any(folder.joinpath(name).glob("*_model_states.pt")):
+            raise CheckpointError(
+                f"{folder / name} was written by DeepSpeed itself. Convert it once: "
+                f"shardwise convert {folder / name} NEW --to shardwise, and engine.shardwise.resume(NEW)."
+            )
+        loaded = self.shardwise.resume(folder / name)
+        if loaded is None:
+            return None, {}
+        self.loaded_checkpoint_tag = name
+        return str(folder / name), dict(loaded.state.get("client_state", {}))
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole weights, in the precision of the forward, as one file of torch. All ranks call."""
+        state = self.shardwise.state_dict(rank_0_only=True)
+        if self.global_rank == 0:
+            folder = Path(save_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            skipped = self._frozen_names() if exclude_frozen_parameters else frozenset()
+            kept = {key: self._narrowed(one) for key, one in state.items() if key not in skipped}
+            torch.save(kept, folder / save_filename)
+        self.shardwise.world.any_rank(False)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _frozen_names(self) -> frozenset[str]:
+        return frozenset(name for name, param in self.module.named_parameters() if not param.requires_grad)
+
+    def _narrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+        narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.shardwise.plan.precision)
+        return tensor.to(narrow) if narrow is not None and tensor.dtype == torch.float32 else tensor
+
+    # -- the end ------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Take all hooks away again. Parameters are no longer whole afterwards."""
+        self.shardwise.close()
+
+
+class _Counters:
+    """How far a `DeepSpeedEngine` has come, for its checkpoints."""
+
+    _NAMES = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = weakref.proxy(engine)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._engine, name) for name in self._NAMES}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self._NAMES:
+            setattr(self._engine, name, int(state[name]))
+
+
+def _latest(folder: Path) -> str | None:
+    """The tag that `folder/latest` names; a plain name, so that it leads nowhere else."""
+    try:
+        name = (folder / LATEST).read_text()[:4096].strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / LATEST} cannot be read: {error}.") from error
+    if not name or name in (".", "..") or "/" in name or "\0" in name:
+        raise CheckpointError(f"{folder / LATEST} names {name!r}, which is no folder in it.")
+    return name
+
+
+def engine_of(params: Iterable[nn.Parameter]) -> tuple[DeepSpeedEngine, list[str]] | None:
+    """The live engine that has `params`, and what it calls them; `None` if no engine has any of them."""
+    wanted = {id(param) for param in params}
+    for engine in list(_LIVE):
+        names = [name for name, param in engine.module.named_parameters() if id(param) in wanted]
+        if names:
+            return engine, names
+    return None

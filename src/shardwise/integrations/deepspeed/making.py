@@ -1,0 +1,174 @@
+"""`initialize` and what belongs to it: a config, an optimizer and a schedule by name, the ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import shardwise as sw
+from shardwise.errors import ConfigError, nearest
+from shardwise.integrations.deepspeed.config import Named, read_config
+from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler
+from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
+from shardwise.integrations.deepspeed.schedules import make_schedule
+
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+OptimizerOrMaker = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
+SchedulerOrMaker = Scheduler | Callable[[torch.optim.Optimizer], Scheduler]
+Config = Mapping[str, Any] | str | Path
+
+_ADAMS = ("adam", "adamw")
+_IGNORED_PARAMS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "set_grad_none", "bias_correction"}
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerOrMaker | None = None,
+    model_parameters: Params | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: SchedulerOrMaker | None = None,
+    distributed_port: int = 29500,
+    mpu: object | None = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Config | None = None,
+    mesh_param: object | None = None,
+    config_params: Config | None = None,
+    *,
+    world: sw.World | None = None,
+) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Scheduler | None]:
+    """A model on shardwise's engine, as `deepspeed.initialize` returns it: engine, optimizer, loader, schedule.
+
+    All ranks call. The config is `config`, `config_params` or `args.deepspeed_config`: a mapping or a JSON file. An
+    optimizer or a schedule that is given, or a function that makes one, goes before the config's own. `world` is for
+    ranks that have met already.
+
+    Raises `ConfigError` for a config that contradicts itself or asks for what is not there (`config.read_config`), and
+    what `shardwise.shard` raises.
+    """
+    if model is None:
+        raise ConfigError("initialize() needs a model.")
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError(
+            "mpu and mesh_param describe ranks of another library's split. Say tensor_parallel or "
+            "sequence_parallel_size in the config instead."
+        )
+    source = _config_of(args, config, config_params)
+    joined = sw.World.join() if world is None else world
+    try:
+        stages = model.num_stages if isinstance(model, PipelineModule) else 1
+        reading = read_config(source, world_size=joined.size, num_stages=stages)
+        made = _optimizer(optimizer, reading.optimizer, model, model_parameters)
+        schedule = _schedule(lr_scheduler, reading.scheduler, made)
+        inner = sw.shard(model, reading.plan, optimizer=made, world=joined)
+    except BaseException as error:
+        if world is None:
+            joined.close(error)
+        raise
+    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+    engine = kind(inner, reading, made, schedule, collate_fn)
+    if joined.rank == 0 and (report := reading.report()):
+        print(f"shardwise: of the DeepSpeed config\n{report}")
+    loader = None if training_data is None else engine.deepspeed_io(training_data)
+    if isinstance(engine, PipelineEngine) and loader is not None:
+        engine.set_dataloader(loader)
+    return engine, made, loader, schedule
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Give `parser` the options `--deepspeed` and `--deepspeed_config`."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="train with DeepSpeed's calls")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="a DeepSpeed config, a JSON file")
+    return parser
+
+
+def init_distributed(dist_backend: str | None = None, **_unused: object) -> None:
+    """Meet the other ranks, if the script has not: torch's default process group. All ranks call."""
+    if not dist.is_initialized():
+        dist.init_process_group(dist_backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+
+
+def _config_of(args: argparse.Namespace | None, config: Config | None, config_params: Config | None) -> Config:
+    from_args = getattr(args, "deepspeed_config", None)
+    given = [one for one in (config, config_params, from_args) if one is not None]
+    if not given:
+        raise ConfigError("There is no DeepSpeed config: give config=, or --deepspeed_config.")
+    if config is not None and from_args is not None:
+        raise ConfigError("There are two DeepSpeed configs, config= and --deepspeed_config. Give one of them.")
+    return given[0]
+
+
+def _optimizer(
+    given: OptimizerOrMaker | None, named: Named | None, model: nn.Module, params: Params | None
+) -> torch.optim.Optimizer | None:
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    trained: list[Any] = [one for one in model.parameters() if one.requires_grad] if params is None else list(params)
+    if given is not None:
+        made = given(trained)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(f"optimizer made a {type(made).__name__}, which is no torch.optim.Optimizer.")
+        return made
+    return None if named is None else make_optimizer(named, trained)
+
+
+def make_optimizer(named: Named, params: list[Any]) -> torch.optim.Optimizer:
+    """The optimizer that a config asks for by name, with DeepSpeed's defaults.
+
+    "Adam" is AdamW unless `adam_w_mode` is false, as there. Raises `ConfigError` for an unknown name, and for
+    parameters that it has not.
+    """
+    options = dict(named.params)
+    for key in ("max_grad_norm", "cuda_aware", "comm_backend_name", "freeze_step"):
+        if options.pop(key, None):
+            raise ConfigError(f"optimizer.params.{key} is not for {named.name}; clipping is gradient_clipping.")
+    if options.get("bias_correction") is False:
+        raise ConfigError("optimizer.params.bias_correction: false is not had here; Adam corrects its moments.")
+    kind, defaults = _kind_of(named.name, options)
+    options = {key: value for key, value in options.items() if key not in _IGNORED_PARAMS}
+    if isinstance(options.get("betas"), list):
+        options["betas"] = tuple(options["betas"])
+    try:
+        return kind(params, **{**defaults, **options})
+    except TypeError as error:
+        raise ConfigError(f"optimizer.params do not fit {named.name}: {error}.") from error
+
+
+def _kind_of(name: str, options: Mapping[str, Any]) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    lower = name.lower()
+    if lower in _ADAMS:
+        is_decoupled = lower == "adamw" or options.get("adam_w_mode", True)
+        kind: Any = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+        return kind, {} if options.get("torch_adam") else {"weight_decay": 0.0}
+    ours = {"lamb": sw.optim.Lamb, "lion": sw.optim.Lion}
+    if lower in ours:
+        return ours[lower], {"weight_decay": 0.0}
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ConfigError(f"optimizer.type is {name!r}. {nearest(name, ['Adam', 'AdamW', 'Lamb', 'Lion', 'SGD'])}")
+    return found, {}
+
+
+def _schedule(
+    given: SchedulerOrMaker | None, named: Named | None, optimizer: torch.optim.Optimizer | None
+) -> Scheduler | None:
+    if given is None and named is None:
+        return None
+    if given is not None and hasattr(given, "step"):
+        return given  # type: ignore[return-value]
+    if optimizer is None:
+        raise ConfigError("There is a scheduler, but no optimizer for it.")
+    if callable(given):
+        return given(optimizer)
+    assert named is not None
+    made: Scheduler = make_schedule(named.name, optimizer, named.params)
+    return made

@@ -1,0 +1,190 @@
+"""`deepspeed.pipe`: a model given as a list of layers, trained in stages by `train_batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError, DataError, StateError
+from shardwise.integrations.deepspeed.engine import DeepSpeedEngine
+
+Tensor = torch.Tensor
+LossFunction = Callable[[Tensor, Any], Tensor]
+
+
+class LayerSpec:
+    """A layer that is built when its `PipelineModule` is: `LayerSpec(nn.Linear, 4, 4)`."""
+
+    def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares `tied_weight_attr` with the others of the same `key`, whatever stages they lie on.
+
+    `forward_fn(layer, input)` takes the place of the layer's own forward.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | list[str] = "weight",
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else tied_weight_attr
+
+
+class PipelineModule(nn.Sequential):
+    """Layers, each fed with what the one before returns: modules, specs or functions.
+
+    `num_stages` ranks of `mesh: {pp: ...}` share in them, evenly by parameters. `loss_fn(output, label)` makes the loss
+    of a micro-batch. Raises `ConfigError` for options that the engine has not.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module | LayerSpec | Callable[[Any], Any]],
+        num_stages: int | None = None,
+        topology: object | None = None,
+        loss_fn: LossFunction | None = None,
+        seed_layers: bool = False,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        **options: object,
+    ) -> None:
+        if num_stages is None or topology is not None:
+            raise ConfigError("PipelineModule needs num_stages; the other ranks share in the data. It has no topology.")
+        if seed_layers or any(options.values()):
+            asked = sorted(["seed_layers"] * seed_layers + [name for name, value in options.items() if value])
+            raise ConfigError(f"PipelineModule has no {', '.join(asked)}. Seed before the layers are made.")
+        if partition_method not in ("parameters", "best"):
+            raise ConfigError(
+                f"partition_method is {partition_method!r}; stages are even by parameters. For others give a plan of "
+                f"shardwise a list: pipeline: {{stages: [[...], [...]]}}."
+            )
+        first_of_key: dict[str, nn.Module] = {}
+        super().__init__(*(_built(layer, first_of_key) for layer in layers))
+        self.num_stages = num_stages
+        self.loss_fn = loss_fn
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """A `PipelineModule` on shardwise's engine: whole steps by `train_batch`."""
+
+    module: PipelineModule
+    _data: Iterator[Any] | None = None
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One optimizer step: the next `gradient_accumulation_steps` pairs of input and label of `data_iter`.
+
+        All ranks call; those of one pipeline with the same data. Returns the mean loss over micro-batches and ranks.
+        Without `data_iter` the training data given to `initialize` is read, from its beginning when it is used up.
+        """
+        inputs, labels = self._pairs(data_iter)
+        loss = self.shardwise.train_step(inputs, labels, loss_fn=self.module.loss_fn)
+        self.micro_steps += self.gradient_accumulation_steps()
+        self.global_samples += self.train_batch_size()
+        self._end_step(None, self.shardwise.gradient_norm)
+        return torch.tensor(self.shardwise.mean(loss.item()))
+
+    def eval_batch(self, data_iter: Iterator[Any], **options: object) -> Tensor:
+        """The mean loss of as many pairs as `train_batch` takes, without gradients. All ranks call."""
+        if any(options.values()):
+            raise ConfigError(f"eval_batch() has no {', '.join(sorted(options))}.")
+        inputs, labels = self._pairs(data_iter)
+        was_training = self.module.training
+        self.module.eval()
+        loss = self.shardwise.eval_step(inputs, labels, loss_fn=self.module.loss_fn)
+        self.module.train(was_training)
+        return torch.tensor(self.shardwise.mean(loss.item()))
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """What `train_batch()` reads."""
+        self._data = _over_and_over(loader)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        raise StateError("A PipelineModule is trained by train_batch(), which has forward, backward and step in it.")
+
+    backward = forward
+    step = forward
+
+    def is_first_stage(self) -> bool:
+        return self._stage() == 0
+
+    def is_last_stage(self) -> bool:
+        return self._stage() == self.module.num_stages - 1
+
+    def _stage(self) -> int:
+        return self.shardwise.mesh.coordinate(self.global_rank)["pp"] if self.module.num_stages > 1 else 0
+
+    def _pairs(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
+        source = self._data if data_iter is None else data_iter
+        if source is None:
+            raise DataError("train_batch() has no data: give it an iterator, or initialize() its training_data.")
+        count = self.gradient_accumulation_steps()
+        pairs = [pair for _, pair in zip(range(count), source, strict=False)]
+        if len(pairs) < count:
+            raise DataError(
+                f"The data ended after {len(pairs)} of {count} micro-batches (gradient_accumulation_steps)."
+            )
+        return [_to(pair[0], self.device) for pair in pairs], [_to(pair[1], self.device) for pair in pairs]
+
+
+class _Function(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, value: Any) -> Any:
+        return self._function(value)
+
+
+def _built(layer: nn.Module | LayerSpec | Callable[[Any], Any], first_of_key: dict[str, nn.Module]) -> nn.Module:
+    if isinstance(layer, nn.Module):
+        return layer
+    if not isinstance(layer, LayerSpec):
+        return _Function(layer)
+    made = layer.build()
+    if isinstance(layer, TiedLayerSpec):
+        first = first_of_key.setdefault(layer.key, made)
+        if first is not made:
+            for path in layer.tied_weight_attr:
+                owner, _, name = path.rpartition(".")
+                setattr(made.get_submodule(owner), name, first.get_parameter(path))
+        if layer.forward_fn is not None:
+            made.forward = partial(layer.forward_fn, made)
+    return made
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return type(value)(_to(item, device) for item in value) if isinstance(value, tuple | list) else value
+
+
+def _over_and_over(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        is_empty = True
+        for pair in loader:
+            is_empty = False
+            yield pair
+        if is_empty:
+            return

@@ -1,0 +1,61 @@
+"""`deepspeed.utils`: whole tensors of one parameter, on every rank. All ranks call, between backward and step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.errors import StateError
+from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, engine_of
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The parameter as the optimizer keeps it: its fp32 master weight where there is one."""
+    return _get(param, "param")
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace what `safe_get_full_fp32_param` returns; the same `value` on every rank."""
+    _set(param, value, "param")
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient, averaged over ranks; `None` if the parameter has none."""
+    return _get(param, "grad")
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace what `safe_get_full_grad` returns; the same `value` on every rank."""
+    _set(param, value, "grad")
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """A whole state of the optimizer, such as `exp_avg`; `fp32` is the master weight."""
+    return _get(param, "param" if optim_state_key == "fp32" else optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace what `safe_get_full_optimizer_state` returns; the same `value` on every rank."""
+    _set(param, value, "param" if optim_state_key == "fp32" else optim_state_key)
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: object, **_unused: object) -> list[nn.Module]:
+    """Not needed: units are gathered whole. Name one in the plan's `units` where a module is to be gathered at once."""
+    return []
+
+
+def _get(param: nn.Parameter, what: str) -> torch.Tensor | None:
+    engine, name = _owner(param)
+    return engine.shardwise.get(name, what)
+
+
+def _set(param: nn.Parameter, value: torch.Tensor, what: str) -> None:
+    engine, name = _owner(param)
+    engine.shardwise.set(name, value, what)
+
+
+def _owner(param: nn.Parameter) -> tuple[DeepSpeedEngine, str]:
+    found = engine_of([param])
+    if found is None:
+        raise StateError("This parameter is of no live engine. Call initialize() with its model before.")
+    return found[0], found[1][0]

@@ -1,0 +1,66 @@
+"""`deepspeed.zero`: models that are never whole on a rank, and parameters whole for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import StateError
+from shardwise.integrations.deepspeed.engine import engine_of
+
+OneOrSeveral = nn.Parameter | Iterable[nn.Parameter] | nn.Module
+
+
+@contextmanager
+def Init(module: nn.Module | None = None, *, enabled: bool = True, **_unused: object) -> Iterator[None]:  # noqa: N802
+    """Build a model inside, and no rank ever has it whole: `shardwise.deferred_init`.
+
+    `module` and other arguments of DeepSpeed's are taken and not needed: `initialize` has the config.
+    """
+    with sw.deferred_init() if enabled and module is None else nullcontext():
+        yield
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802
+    params: OneOrSeveral, modifier_rank: int | None = None, fwd_module: object = None, enabled: bool = True
+) -> Iterator[None]:
+    """Inside, `params` are whole on every rank. With `modifier_rank=0` what rank 0 writes is kept. All ranks call.
+
+    Before `initialize`, parameters are what they are: whole, unless they were built inside `Init`.
+    """
+    with _gathered(params, modifier_rank) if enabled else nullcontext():
+        yield
+
+
+def _gathered(params: OneOrSeveral, modifier_rank: int | None) -> AbstractContextManager[object]:
+    listed = _listed(params)
+    found = engine_of(listed)
+    if found is None:
+        if any(param.is_meta or (param.numel() and not param.untyped_storage().size()) for param in listed):
+            raise StateError(
+                "GatheredParameters before initialize(): these parameters have no values yet, their model having been "
+                "built inside zero.Init. Move this behind initialize()."
+            )
+        return nullcontext()
+    if modifier_rank not in (None, 0):
+        raise StateError(f"GatheredParameters(modifier_rank={modifier_rank}): it is rank 0's writes that are kept.")
+    engine, names = found
+    return engine.shardwise.gathered(*names, write=modifier_rank is not None)
+
+
+def _listed(params: OneOrSeveral) -> list[nn.Parameter]:
+    if isinstance(params, nn.Parameter):
+        return [params]
+    return list(params.parameters() if isinstance(params, nn.Module) else params)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Not needed: the first step sees which parameters a module reads."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Not needed; see `register_external_parameter`."""

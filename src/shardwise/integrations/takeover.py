@@ -1,0 +1,92 @@
+"""Trainer and Accelerator of an unmodified script are replaced by ours, as their modules are imported.
+
+[Note: when a class is replaced] A finder in front of `sys.meta_path` sees the import of `accelerate.accelerator` and
+`transformers.trainer`, and puts a subclass in the place of the class right after the module has run: before anybody
+can have taken the class out of it. So `from transformers import Trainer`, `Seq2SeqTrainer`, trainers of TRL, and
+classes that the script derives from any of them all stand on ours.
+They must not have `ShardwiseTrainerMixin` in front a second time.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import shardwise as sw
+from shardwise.errors import StateError
+
+ACCELERATE, TRANSFORMERS = "accelerate.accelerator", "transformers.trainer"
+OURS = "shardwise.integrations.accelerate"
+
+
+class Takeover(importlib.abc.MetaPathFinder):
+    """Once installed, gives `plan` to every Trainer and Accelerator of this process that is given none."""
+
+    def __init__(self, plan: str | Path | dict[str, Any]) -> None:
+        """Raises `ConfigError` for a plan that is none, before any script runs."""
+        self.plan = sw.load_plan(plan)
+        self._changes = {ACCELERATE: self._change_accelerate, TRANSFORMERS: self._change_transformers}
+
+    def install(self) -> None:
+        """From now on; raises `StateError` where one of the modules is there already."""
+        for name in self._changes:
+            if name in sys.modules:
+                raise StateError(f"{name} was imported before a plan could be given to it. Import it later.")
+        sys.meta_path.insert(0, self)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any Trainer or Accelerator has been made."""
+        ours = sys.modules.get(OURS)
+        return ours is not None and ours.Accelerator.num_made > 0
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        change = self._changes.get(name)
+        if change is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Afterwards(spec.loader, change)
+        return spec
+
+    def _change_accelerate(self, module: Any) -> None:
+        import torch
+
+        from shardwise.integrations.accelerate import Accelerator
+
+        if not torch.accelerator.is_available():
+            os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else it takes every process for one that is alone
+        Accelerator.default_plan = self.plan
+        module.Accelerator = Accelerator
+
+    def _change_transformers(self, module: Any) -> None:
+        from shardwise.integrations.transformers import ShardwiseTrainerMixin, Trainer
+
+        ShardwiseTrainerMixin.default_plan = self.plan
+        module.Trainer = Trainer
+
+
+class _Afterwards(importlib.abc.Loader):
+    """Another loader, and what is done to a module when that has run it."""
+
+    def __init__(self, loader: Any, change: Callable[[Any], None]) -> None:
+        self._loader = loader
+        self._change = change
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._change(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

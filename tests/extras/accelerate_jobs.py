@@ -1,0 +1,147 @@
+"""What ranks of Accelerate's tests do: loops as its own examples have them, given the Accelerator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from trainer_jobs import llama, rows
+
+
+def made(plan: Any, **settings: Any) -> Any:
+    """Accelerate's own without a plan."""
+    from shardwise.integrations.accelerate import Accelerator
+
+    return (
+        accelerate.Accelerator(cpu=True, **settings) if plan is None else Accelerator(cpu=True, plan=plan, **settings)
+    )
+
+
+class Loop:
+    """A model that is trained with accumulation, clipping and a scheduler, and evaluated."""
+
+    def __init__(self, plan: Any, *, apart: bool = False, **settings: Any) -> None:
+        self.accelerator = made(plan, gradient_accumulation_steps=2, **settings)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        prepare = self.accelerator.prepare
+        if apart and plan is not None:
+            self.model, self.optimizer = prepare(model), prepare(optimizer)
+            self.scheduler, self.batches, self.tests = prepare(
+                scheduler, DataLoader(rows(32), 2), DataLoader(rows(7, seed=1), 2)
+            )
+        else:
+            self.model, self.optimizer, self.batches, self.tests, self.scheduler = prepare(
+                model, optimizer, DataLoader(rows(32), 2), DataLoader(rows(7, seed=1), 2), scheduler
+            )
+
+    def train(self) -> None:
+        self.model.train()
+        for batch in self.batches:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    self.norms.append(norm.item())
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.losses.append(self.accelerator.gather(loss.detach()[None]).mean().item())
+
+    def evaluate(self) -> list[float]:
+        self.model.eval()
+        found = []
+        with torch.no_grad():
+            for batch in self.tests:
+                logits = self.model(**batch).logits.mean((1, 2))
+                found += self.accelerator.gather_for_metrics(logits).tolist()
+        return found
+
+
+def looped(plan: Any, folder: str, **settings: Any) -> dict[str, Any]:
+    """Two epochs, the second of them again after a state that was saved between them is loaded."""
+    loop = Loop(plan, **settings)
+    accelerator = loop.accelerator
+    loop.train()
+    accelerator.save_state(f"{folder}/state")
+    loop.train()
+    evaluated = loop.evaluate()
+    first = loop.losses[:]
+    state = accelerator.get_state_dict(loop.model)
+    accelerator.load_state(f"{folder}/state")
+    loop.train()
+    again = loop.losses[len(first) :]
+    bare = accelerator.unwrap_model(loop.model)
+    accelerator.save_model(loop.model, f"{folder}/weights")
+    found = {
+        "losses": first, "again": again, "norms": loop.norms, "evaluated": evaluated, "class": type(bare).__name__,
+        "state": {name: value.tolist() for name, value in state.items()} if accelerator.is_main_process else {},
+        "rate": loop.optimizer.param_groups[0]["lr"],
+    }  # fmt: skip
+    loop.model, loop.optimizer = accelerator.free_memory(loop.model, loop.optimizer)
+    accelerator.end_training()
+    return found
+
+
+def continued(plan: Any, folder: str) -> dict[str, Any]:
+    """The second epoch of that loop, by another world: its state is loaded from the folder."""
+    loop = Loop(plan)
+    loop.accelerator.load_state(f"{folder}/state")
+    state = loop.accelerator.get_state_dict(loop.model)
+    return {"state": {name: value.tolist() for name, value in state.items()}, "evaluated": loop.evaluate()}
+
+
+def adversaries(plan: Any) -> dict[str, Any]:
+    """Two models, each with an optimizer, and one that is not trained, in the turns of a GAN."""
+    accelerator = made(plan)
+    torch.manual_seed(1)
+    maker, judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Sequential(nn.Linear(4, 1))
+    teacher = nn.Linear(4, 4).requires_grad_(False)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (maker, judge)]
+    if plan is not None:  # DDP on a CPU refuses what is not trained
+        teacher = accelerator.prepare(teacher)
+    maker, judge, first, second = accelerator.prepare(maker, judge, *optimizers)
+    batches = accelerator.prepare(DataLoader(torch.arange(64.0).sin().reshape(16, 4), 2))
+    losses = []
+    for batch in batches:
+        made_up = maker(batch)
+        loss = judge(made_up).square().mean() + (made_up - teacher(batch)).square().mean()
+        accelerator.backward(loss)
+        first.step()
+        first.zero_grad()
+        second.zero_grad()
+        loss = (judge(batch) - judge(maker(batch).detach())).sigmoid().mean()
+        accelerator.backward(loss)
+        second.step()
+        second.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return {"losses": losses}
+
+
+def refused(what: str) -> None:
+    """Something that is refused with a sentence."""
+    if what == "plugin":
+        made("zero3", fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
+    elif what == "clipping":
+        made({"preset": "zero3", "clip_grad_norm": 1.0})
+    elif what == "accumulation":
+        made({"preset": "zero3", "accumulate": 2})
+    elif what == "axes":
+        made({"preset": "zero3", "mesh": {"pp": 2}})
+    accelerator = made("zero3")
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    if what == "spread":
+        accelerator.prepare(first, second, torch.optim.SGD([*first.parameters(), *second.parameters()]))
+    elif what == "alone":
+        accelerator.backward(accelerator.prepare(first)(torch.ones(2)).sum())
+    elif what == "uneven":
+        model, _ = accelerator.prepare(first, torch.optim.SGD(first.parameters()))
+        with accelerator.join_uneven_inputs([model]):
+            pass

@@ -1,0 +1,140 @@
+"""Loops of Accelerate over our engine, beside Accelerate's own; its files of settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import accelerate_jobs as jobs
+import pytest
+import torch
+import yaml
+from rank_processes import begin, on_ranks
+from safetensors.torch import load_file
+
+from shardwise.errors import ConfigError
+from shardwise.integrations.accelerate_config import read_accelerate_config
+
+
+def test_a_loop_with_everything_in_it(tmp_path: Path) -> None:
+    plain = begin(2, jobs.looped, None, str(tmp_path / "plain"))
+    runs = {
+        plan: on_ranks(2, jobs.looped, plan, str(tmp_path / plan), apart=plan == "ddp")[0] for plan in ("zero3", "ddp")
+    }
+    expected = plain()[0]
+    for plan, run in runs.items():
+        for name in ("losses", "again", "norms", "evaluated"):
+            assert run[name] == pytest.approx(expected[name], abs=1e-5), f"{plan}: {name}"
+        assert run["again"] == pytest.approx(run["losses"][8:], abs=1e-6)
+        assert (run["rate"], run["class"]) == (pytest.approx(expected["rate"]), "LlamaForCausalLM")
+        assert run["state"].keys() == expected["state"].keys()
+        for name, value in expected["state"].items():
+            torch.testing.assert_close(torch.tensor(run["state"][name]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+        assert load_file(tmp_path / plan / "weights" / "model.safetensors").keys() == expected["state"].keys()
+
+
+def test_a_state_is_loaded_by_another_world(tmp_path: Path) -> None:
+    run = on_ranks(2, jobs.looped, "zero2", str(tmp_path))[0]
+    alone = on_ranks(1, jobs.continued, "zero3", str(tmp_path))[0]
+    assert alone["state"].keys() == run["state"].keys()
+    assert alone["state"] != run["state"]  # that of the first epoch
+
+
+def test_several_models() -> None:
+    plain = begin(2, jobs.adversaries, None)
+    ours = on_ranks(2, jobs.adversaries, "zero3")[0]
+    assert ours["losses"] == pytest.approx(plain()[0]["losses"], abs=1e-6)
+
+
+REFUSED = {
+    "plugin": "fsdp_plugin= asks for FSDP",
+    "clipping": "clips by itself",
+    "accumulation": "accumulate 2 .* says 1",
+    "axes": "mesh has pp, and Accelerate",
+    "spread": "SGD has parameters of Linear and others",
+    "alone": "Linear was prepared without its optimizer",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_with_a_sentence(what: str) -> None:
+    with pytest.raises(RuntimeError, match=f"(?s)(ConfigError|StateError).*{REFUSED[what]}"):
+        on_ranks(1, jobs.refused, what)
+
+
+def test_uneven_inputs_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"join_uneven_inputs\(\) is DistributedDataParallel's own"):
+        on_ranks(2, jobs.refused, "uneven")
+
+
+FILES = {
+    "ddp": ({"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16"}, {"preset": "ddp"}),
+    "full shard": (
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_transformer_layer_cls_to_wrap": "Block"},
+        },
+        {"preset": "zero3", "units": {"class": "Block"}},
+    ),
+    "fsdp2": (
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}},
+        {"preset": "zero3-kept"},
+    ),
+    "fsdp offload": (
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True, "fsdp_sharding_strategy": 1}},
+        {"preset": "zero3-offload"},
+    ),
+    "stage 2, offloaded": (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_device": "cpu", "zero_stage": 2}},
+        {"preset": "offload"},
+    ),
+    "stage 3, offloaded": (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu"}},
+        {"preset": "zero3-offload"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_settings_is_a_plan(name: str, tmp_path: Path) -> None:
+    values, plan = FILES[name]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", **values}))
+    found = read_accelerate_config(tmp_path / "config.yaml")
+    assert (found.plan, found.not_understood) == (plan, [])
+    assert found.nproc == values.get("num_processes")
+    assert found.environment == ({"ACCELERATE_MIXED_PRECISION": "bf16"} if "mixed_precision" in values else {})
+
+
+def test_what_a_file_says_besides_is_listed(tmp_path: Path) -> None:
+    values = {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"zero_stage": 3, "deepspeed_config_file": "ds.json", "gradient_clipping": 1.0},
+        "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"},
+        "fp8_config": {"backend": "TE"},
+        "something_new": 3,
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    found = read_accelerate_config(tmp_path / "config.yaml")
+    assert found.plan == {"preset": "zero3"}
+    listed = [line.partition(":")[0] for line in found.not_understood]
+    assert set(listed) == {
+        "deepspeed_config_file",
+        "gradient_clipping",
+        "fsdp_config.fsdp_sharding_strategy",
+        "fp8_config",
+        "something_new",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("- a", "no distributed_type"),
+        ("distributed_type: MEGATRON_LM", "is no job of ranks here"),
+        ("distributed_type: FSDP\nnum_machines: 2", "starts ranks of one host"),
+        ("distributed_type: [", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_none(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        read_accelerate_config(tmp_path / "config.yaml")

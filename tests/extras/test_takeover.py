@@ -1,0 +1,83 @@
+"""Scripts that know nothing of shardwise, under `shardwise launch --shardwise`, beside a plain run of themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rank_processes import begin
+from safetensors.torch import load_file
+
+SCRIPT = Path(__file__).with_name("finetune.py")
+ARGUMENTS = ["--max_steps", "4", "--logging_steps", "1", "--report_to", "none", "--disable_tqdm", "1"]
+ACCELERATE = (
+    "distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n"
+)
+
+
+def plain(arguments: list[str]) -> None:
+    """The script as it stands, on the ranks that run this."""
+    sys.argv = [str(SCRIPT), *arguments]
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+
+
+@pytest.mark.timeout(300)
+def test_an_unmodified_script_is_trained_by_a_plan(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+    waited = begin(2, plain, [str(theirs / "told.json"), "--output_dir", str(theirs), *ARGUMENTS])
+    (tmp_path / "config.yaml").write_text(ACCELERATE)
+    words = ["shardwise", "launch", "--accelerate-config", str(tmp_path / "config.yaml"), str(SCRIPT)]
+    done = command(*words, str(ours / "told.json"), "--output_dir", str(ours), *ARGUMENTS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    waited()
+    told, expected = (json.loads((folder / "told.json").read_text()) for folder in (ours, theirs))
+    assert told["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+    assert len(told["losses"]) == 12
+    assert told["arguments"] == ["--output_dir", str(ours), *ARGUMENTS]
+    assert all(any("shardwise" in module for module in kind) for kind in told["from"])
+    assert not any("shardwise" in module for kind in expected["from"] for module in kind)
+    weights = [load_file(folder / "model.safetensors") for folder in (ours, theirs)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[1].items():
+        assert (weights[0][name] - value).abs().max() < 1e-5, name
+
+
+def test_a_script_without_either_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("preset: zero2\n")
+    (tmp_path / "script.py").write_text("import sys, pathlib\nprint(pathlib.Path.__module__, sys.argv[1:], __name__)\n")
+    words = [
+        "shardwise.integrations.run",
+        "--plan",
+        str(tmp_path / "plan.yaml"),
+        str(tmp_path / "script.py"),
+        "-x",
+        "1",
+    ]
+    done = command(*words)
+    assert done.stdout == "pathlib ['-x', '1'] __main__\n"
+    assert "made no Trainer of transformers and no Accelerator" in done.stderr
+    assert done.returncode == 0
+
+
+def test_a_plan_that_is_none_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("presett: zero2\n")
+    (tmp_path / "script.py").write_text("print('it ran')\n")
+    for words in (["shardwise", "launch", "--shardwise"], ["shardwise.integrations.run", "--plan"]):
+        done = command(*words, str(tmp_path / "plan.yaml"), str(tmp_path / "script.py"))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "presett" in done.stderr

@@ -1,0 +1,201 @@
+"""A DeepSpeed config becomes a plan: every field honoured, explained or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardwise.cli.main import main
+from shardwise.config import load_plan
+from shardwise.errors import ConfigError
+from shardwise.integrations.deepspeed.config import read_config
+from shardwise.integrations.deepspeed.fields import FIELDS, Fate
+
+FP16 = {"dynamic": True, "initial": 2.0**16, "window": 1000, "hysteresis": 2, "minimum": 1.0}
+STAGE_3: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "stage3_prefetch_bucket_size": 1000,
+        "stage3_param_persistence_threshold": 500,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu"},
+    },
+    "gradient_clipping": 0.5,
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 2,
+}
+PLANS = {
+    "nothing": ({}, {"preset": "ddp", "clip_grad_norm": 1.0}),
+    "stage 1": ({"zero_optimization": {"stage": 1}}, {"preset": "zero1", "clip_grad_norm": 1.0}),
+    "stage 2, no clipping": ({"zero_optimization": {"stage": 2}, "gradient_clipping": 0}, {"preset": "zero2"}),
+    "fp16": (
+        {"fp16": {"enabled": True}, "gradient_clipping": 0.0},
+        {"preset": "ddp", "precision": "fp16", "loss_scale": FP16},
+    ),
+    "fixed scale": (
+        {"fp16": {"enabled": True, "loss_scale": 128}, "gradient_clipping": 0},
+        {"preset": "ddp", "precision": "fp16", "loss_scale": {**FP16, "dynamic": False, "initial": 128.0}},
+    ),
+    "stage 3": (
+        STAGE_3,
+        {
+            "preset": "zero3",
+            "precision": "bf16",
+            "resident_below": 500,
+            "prefetch_bytes": 2000,
+            "rows": {"optim": {"tier": "host"}, "grad": {"tier": "host"}, "param": {"tier": "host"}},
+            "clip_grad_norm": 0.5,
+            "accumulate": 4,
+        },
+    ),
+    "nvme": (
+        {
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+            "gradient_clipping": 0,
+        },
+        {
+            "preset": "zero3",
+            "resident_below": 100_000,
+            "rows": {"optim": {"tier": "disk"}, "grad": {"tier": "host"}},
+            "disk": "/nvme",
+        },
+    ),
+    "twin flow": (
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.3}},
+            "gradient_clipping": 0,
+        },
+        {"preset": "zero2", "offload": {"optim": 0.3, "param": 0.0}},
+    ),
+    "hpz": (
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}, "gradient_clipping": 0},
+        {"preset": "hpz", "resident_below": 100_000, "mesh": {"node": -1, "local": 2}},
+    ),
+    "mics": (
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "gradient_clipping": 0},
+        {"preset": "hsdp", "resident_below": 100_000, "mesh": {"node": -1, "local": 2}},
+    ),
+    "splits": (
+        {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2, "gradient_clipping": 0},
+        {"preset": "ddp", "mesh": {"dp": -1, "sp": 2, "tp": 2}},
+    ),
+    "wire": (
+        {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}, "gradient_clipping": 0},
+        {"preset": "ddp", "wire": {"grad": "bf16"}, "rows": {"grad": {"dtype": "fp32"}}},
+    ),
+}
+REFUSED = {
+    "both precisions": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "Keep one"),
+    "a batch that does not divide": ({"train_batch_size": 6}, "train_batch_size 6 does not divide by 4"),
+    "three numbers that do not fit": (
+        {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3},
+        "Leave one of them out",
+    ),
+    "a micro-batch that does not divide": (
+        {"train_batch_size": 20, "train_micro_batch_size_per_gpu": 2},
+        "Leave one of them out",
+    ),
+    "stage 4": ({"zero_optimization": {"stage": 4}}, "there are 0, 1, 2 and 3"),
+    "parameters away in stage 2": (
+        {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+        "offload_param needs stage 3",
+    ),
+    "parameters alone away": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        'Add "offload_optimizer"',
+    ),
+    "nvme without a folder": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+        "needs one nvme_path",
+    ),
+    "quantized": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+        "zero_quantized_weights",
+    ),
+    "a section of ours": ({"elasticity": {"enabled": True}}, "elasticity: the global batch"),
+    "sums": ({"gradient_allreduce_op": "sum"}, "multiply the loss"),
+    "a number that is text": ({"gradient_clipping": "much"}, "gradient_clipping is 'much', which is no number"),
+    "a flag that is a number": ({"fp16": {"enabled": 1}}, "true or false"),
+    "ranks that do not divide": ({"tensor_parallel": {"autotp_size": 3}}, "4 ranks do not divide"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_becomes_a_plan(name: str) -> None:
+    config, plan = PLANS[name]
+    read = read_config(config, world_size=4)
+    assert read.plan == plan
+    load_plan(read.plan)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused(name: str) -> None:
+    config, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        read_config(config, world_size=4)
+
+
+def test_all_that_cannot_be_granted_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)sparse_gradients.*zenflow.*torch_autocast"):
+        read_config(
+            {
+                "sparse_gradients": True,
+                "zero_optimization": {"zenflow": {"topk_ratio": 0.1}},
+                "torch_autocast": {"enabled": True},
+            },
+            world_size=1,
+        )
+
+
+def test_no_field_is_left_out_of_the_report() -> None:
+    read = read_config({**STAGE_3, "flibber": 1, "grad_clipping": 2, "fp16": {"enabled": "auto"}}, world_size=4)
+    fates = {note.path: note.fate for note in read.notes}
+    assert fates["flibber"] is Fate.UNKNOWN
+    assert fates["fp16.enabled"] is Fate.AUTO
+    assert fates["zero_optimization.overlap_comm"] is Fate.NOT_NEEDED
+    assert fates["zero_optimization.offload_param.device"] is Fate.HONOURED
+    assert len(fates) == 14
+    first, second, *_ = read.report().splitlines()
+    assert first.startswith("flibber: not understood")
+    assert second == "grad_clipping: not understood; did you mean gradient_clipping?"
+
+
+def test_auto_takes_what_the_caller_knows() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    auto = {"train_micro_batch_size_per_gpu": 3, "bf16.enabled": True}
+    read = read_config(config, world_size=2, auto=auto)
+    assert (read.micro_batch, read.accumulate, read.global_batch) == (3, 1, 6)
+    assert read.plan["precision"] == "bf16"
+
+
+def test_every_field_has_its_reason() -> None:
+    assert all(field.why for field in FIELDS.values() if field.fate is not Fate.HONOURED)
+
+
+def test_a_plan_file_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "ds_config.json", tmp_path / "plan.yaml"
+    source.write_text(json.dumps({**STAGE_3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
+    assert main(["convert", str(source), str(out), "--world", "4"]) == 0
+    assert yaml.safe_load(out.read_text()) == PLANS["stage 3"][1]
+    assert "AdamW(lr=0.001)" in out.read_text()
+    assert "overlap_comm: not needed" in capsys.readouterr().err
+    assert main(["convert", str(source), str(out), "--world", "4"]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1, "a": 2}', "[" * 10_000])
+def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
+    source = tmp_path / "ds.json"
+    source.write_text(text)
+    with pytest.raises(ConfigError, match=r"ds\.json"):
+        read_config(source, world_size=1)

@@ -1,0 +1,299 @@
+"""Loops written with DeepSpeed's calls, beside the same loop in plain PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+import shardwise.integrations.deepspeed as deepspeed
+from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.testing import run_ranks
+from tests.ranks.twins import VOCAB, Transformer
+
+Tensor = torch.Tensor
+RANKS, MICRO, GAS, LENGTH = 2, 2, 2, 6
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": MICRO,
+    "gradient_accumulation_steps": GAS,
+    "gradient_clipping": 0.05,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}},
+}
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(VOCAB, (GAS, RANKS, MICRO, LENGTH), generator=generator) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(tokens, tokens.roll(1, 0))
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def plain(model: nn.Module, steps: list[Tensor]) -> tuple[list[float], list[float]]:
+    """Losses and norms of the loop that DeepSpeed's config describes, on one process."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = deepspeed.lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.01, warmup_num_steps=4)
+    losses, norms = [], []
+    for step in steps:
+        parts = [loss_of(model, step[micro, rank]) for micro in range(GAS) for rank in range(RANKS)]
+        loss = torch.stack(parts).mean()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def trained(engine: deepspeed.DeepSpeedEngine, steps: list[Tensor], rank: int) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in steps:
+        total = 0.0
+        for micro in range(GAS):
+            assert engine.is_gradient_accumulation_boundary() == (micro == GAS - 1)
+            loss = loss_of(engine, step[micro, rank])
+            total += float(engine.backward(loss))
+            engine.step()
+        losses.append(engine.shardwise.mean(total))
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    return losses, norms
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_trains_as_the_plain_loop(stage: int, tmp_path: Path) -> None:
+    """Six steps, the last three after a checkpoint that another stage's engine goes on from."""
+    torch.manual_seed(0)
+    model = Transformer()
+    steps = batches(6)
+    twin = copy.deepcopy(model)
+    wanted = plain(twin, steps)
+    models = [[copy.deepcopy(model) for _ in range(RANKS)] for _ in range(2)]
+
+    def config(stage: int) -> dict[str, Any]:
+        return {**CONFIG, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100}}
+
+    def rank_of(world: sw.World) -> tuple[list[float], list[float], list[Tensor], dict[str, Any]]:
+        first, *_ = deepspeed.initialize(model=models[0][world.rank], config=config(stage), world=world)
+        losses, norms = trained(first, steps[:3], world.rank)
+        assert first.global_steps == 3
+        assert first.micro_steps == 3 * GAS
+        first.save_checkpoint(tmp_path, client_state={"epoch": 4})
+        first.destroy()
+        engine, optimizer, loader, schedule = deepspeed.initialize(
+            model=models[1][world.rank], config_params=config((stage + 1) % 4), world=world
+        )
+        assert optimizer is engine.optimizer
+        assert loader is None
+        assert schedule is engine.lr_scheduler
+        where, client = engine.load_checkpoint(tmp_path)
+        assert where == str(tmp_path / "global_step3")
+        assert engine.global_steps == 3
+        more = trained(engine, steps[3:], world.rank)
+        params = [engine.shardwise.get(name).clone() for name, _ in engine.module.named_parameters()]
+        return losses + more[0], norms + more[1], params, client
+
+    for losses, norms, params, client in run_ranks(RANKS, rank_of):
+        assert losses == pytest.approx(wanted[0], rel=1e-5)
+        assert norms == pytest.approx(wanted[1], rel=1e-4)
+        assert client == {"epoch": 4}
+        for ours, theirs in zip(params, twin.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_whole_tensors_of_a_parameter(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Transformer()
+    twin = copy.deepcopy(model)
+    step = batches(1)[0]
+    torch.stack([loss_of(twin, step[0, rank]) for rank in range(RANKS)]).mean().backward()
+    config = {"zero_optimization": {"stage": 3}, "gradient_clipping": 0, "bf16": {"enabled": False}}
+    models = [copy.deepcopy(model) for _ in range(RANKS)]
+
+    def rank_of(world: sw.World) -> None:
+        mine = models[world.rank]
+        args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed"])
+        args.deepspeed_config = str(tmp_path / "ds.json")
+        params = mine.parameters()
+        engine, *_ = deepspeed.initialize(args, mine, optimizer=sgd, model_parameters=params, world=world)
+        weight, theirs = mine.blocks[0].up.weight, twin.blocks[0].up.weight
+        engine.backward(loss_of(engine, step[0, world.rank]))
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(weight), theirs.grad)
+        deepspeed.utils.safe_set_full_grad(weight, torch.ones_like(theirs))
+        engine.step()
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(weight), theirs - 0.1)
+        deepspeed.utils.safe_set_full_fp32_param(weight, torch.full_like(theirs, 2.0))
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            assert weight.shape == theirs.shape
+            assert weight[0, 0].item() == 2.0
+            if world.rank == 0:
+                weight.data[0, 0] = 3.0
+        assert deepspeed.utils.safe_get_full_fp32_param(weight)[0, 0].item() == 3.0
+        engine.save_16bit_model(tmp_path)
+        engine.destroy()
+
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    run_ranks(RANKS, rank_of)
+    saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert list(saved) == list(model.state_dict())
+    assert float(saved["blocks.0.up.weight"][0, 0]) == 3.0
+
+
+def test_a_model_that_is_never_whole() -> None:
+    def rank_of(world: sw.World) -> float:
+        torch.manual_seed(3)
+        with deepspeed.zero.Init(config_dict_or_path={}):
+            model = Transformer()
+        with (
+            pytest.raises(StateError, match="Move this behind initialize"),
+            deepspeed.zero.GatheredParameters(model.parameters()),
+        ):
+            pass
+        engine, *_ = deepspeed.initialize(model=model, config={"zero_optimization": {"stage": 3}}, world=world)
+        return engine.shardwise.get("blocks.1.up.weight").sum().item()
+
+    torch.manual_seed(3)
+    whole = Transformer().blocks[1].up.weight.sum().item()
+    assert run_ranks(1, rank_of) == [whole]
+
+
+def test_fp16_counts_what_it_skipped() -> None:
+    torch.manual_seed(0)
+    models = [Transformer() for _ in range(RANKS)]
+    config = {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 40}, "zero_optimization": {"stage": 2}}
+    steps = batches(2)
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
+        rates = engine.get_lr()
+        trained(engine, steps, world.rank)
+        assert engine.overflow
+        assert not engine.was_step_applied()
+        assert (engine.global_steps, engine.skipped_steps) == (2, 2)
+        assert engine.get_lr() == rates  # the schedule waits for steps that are taken
+        assert engine.cur_scale < 2.0**40
+
+    run_ranks(RANKS, rank_of)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    def rank_of(world: sw.World) -> None:
+        model = nn.Linear(4, 4)
+        for wrong, words in (
+            ({}, "no DeepSpeed config"),
+            ({"config": {}, "mpu": object()}, "mpu and mesh_param"),
+            ({"config": {"optimizer": {"type": "OneBitAdam", "params": {}}}}, "optimizer.type is 'OneBitAdam'"),
+            ({"config": {"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}}, "optimizer.params do not fit AdamW"),
+            ({"config": {"scheduler": {"type": "WarmUp", "params": {}}, "optimizer": {"type": "SGD"}}}, "WarmupLR"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                deepspeed.initialize(model=model, world=world, **wrong)
+        with pytest.raises(ConfigError, match=r"no torch\.optim\.Optimizer"):
+            deepspeed.initialize(model=model, world=world, config={}, optimizer=lambda params: object())
+
+    run_ranks(1, rank_of)
+
+    def checkpoints(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=CONFIG, world=world)
+        assert engine.load_checkpoint(tmp_path) == (None, {})
+        theirs = tmp_path / "theirs" / "global_step5"
+        theirs.mkdir(parents=True)
+        (theirs / "mp_rank_00_model_states.pt").touch()
+        (theirs.parent / "latest").write_text("global_step5")
+        with pytest.raises(CheckpointError, match="shardwise convert"):
+            engine.load_checkpoint(theirs.parent)
+        (theirs.parent / "latest").write_text("../elsewhere")
+        with pytest.raises(CheckpointError, match="no folder in it"):
+            engine.load_checkpoint(theirs.parent)
+        with pytest.raises(CheckpointError, match="takes all of a checkpoint"):
+            engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        with pytest.raises(StateError, match="A step is 2 micro-batches"):
+            engine.set_gradient_accumulation_boundary(True)
+        with pytest.raises(StateError, match="of no live engine"):
+            deepspeed.utils.safe_get_full_grad(nn.Parameter(torch.ones(1)))
+
+    run_ranks(1, checkpoints)
+
+
+class Tokens(nn.Embedding):
+    """An embedding whose weight is the head's, too."""
+
+
+def as_head(layer: nn.Module, hidden: Tensor) -> Tensor:
+    return hidden @ layer.weight.T
+
+
+def layers() -> list[Any]:
+    spec = deepspeed.LayerSpec
+    tied = deepspeed.TiedLayerSpec
+    hidden = [spec(nn.Linear, 16, 16) for _ in range(4)]
+    return [
+        tied("tokens", Tokens, VOCAB, 16),
+        *hidden,
+        torch.tanh,
+        tied("tokens", Tokens, VOCAB, 16, forward_fn=as_head),
+    ]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_list_of_layers_trains_in_stages(stages: int) -> None:
+    torch.manual_seed(1)
+    model = deepspeed.PipelineModule(layers(), num_stages=stages, loss_fn=cross_entropy)
+    assert model[0].weight is model[-1].weight
+    twin = copy.deepcopy(model)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    for copied in [twin, *models]:
+        copied[-1].forward = lambda hidden, own=copied[-1]: as_head(own, hidden)
+    steps = torch.randint(VOCAB, (3, 4, 2, LENGTH), generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    wanted = []
+    for step in steps:
+        loss = torch.stack([cross_entropy(twin(tokens), tokens.roll(1, 1)) for tokens in step]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    replicas = 2 // stages
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // replicas,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 1},
+    }
+
+    def rank_of(world: sw.World) -> list[float]:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
+        assert isinstance(engine, deepspeed.PipelineEngine)
+        place = engine.shardwise.data_ranks[0]
+        losses = []
+        for step in steps:
+            share = step.chunk(replicas)[place]
+            pairs = iter([(tokens, tokens.roll(1, 1)) for tokens in share])
+            losses.append(engine.train_batch(pairs).item())
+        assert engine.global_steps == 3
+        pairs = iter([(tokens, tokens.roll(1, 1)) for tokens in steps[0].chunk(replicas)[place]])
+        assert engine.eval_batch(pairs).item() < wanted[0]
+        with pytest.raises(StateError, match="train_batch"):
+            engine(steps[0, 0])
+        return losses
+
+    for losses in run_ranks(2, rank_of):
+        assert losses == pytest.approx(wanted, rel=1e-5)
