@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,17 +20,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.fresh import ROOT, RunError
+from benchmarks.fresh import ROOT, RunError, run_ranks
 from benchmarks.machine import header
 from benchmarks.neighbours import Neighbours
 from benchmarks.results_file import write_result
 from benchmarks.show import show_figures
+from benchmarks.summary import TOLERANCE
+from benchmarks.turns import standings
 from shardwise.calibrate.disk import Grid, best_of, bounded, measure_disk
 from shardwise.machine import num_cores
 from shardwise.optim.disk_states import DiskStates
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.telemetry import Timeline, hidden_share
-from shardwise.tiers import BufferPool, IoQueue, SystemCalls, TierFolder
+from shardwise.tiers import BufferPool, DiskFile, IoQueue, SystemCalls, TierFolder
 from shardwise.units import format_bytes
 
 DD_BLOCK = 16 * 2**20
@@ -37,8 +40,8 @@ Times = dict[str, list[float]]
 
 
 def main(args: argparse.Namespace, console: Console) -> int:
-    """Exit status 1 if the disk is slower than 0.85 of `dd`."""
-    rounds = args.rounds or (2 if args.quick else 5)
+    """Exit status 1 if the disk is slower than 0.85 of `dd`, or an engine trains otherwise than the others."""
+    rounds = args.rounds or (2 if args.quick else 3)
     file_bytes = bounded(2**26 if args.quick else 2**30, SystemCalls().free_bytes(Path(args.folder)))
     result: dict[str, Any] = header(args.note) | {"benchmark": "tiers", "rounds": rounds, "bytes": file_bytes}
     neighbours = Neighbours()
@@ -51,11 +54,58 @@ def main(args: argparse.Namespace, console: Console) -> int:
     result["adam"] = [_race_adam(threads, args.quick) for threads in sorted({1, num_cores()})]
     numel = 2**20 if args.quick else 2**25
     result["overlap"] = _overlap(folder, numel, IoQueue(best.depth, best.block_bytes), rounds)
+    result["engines"] = _race_engines(folder, file_bytes, rounds, args.quick)
     result["others_cores"] = neighbours.cores()
     file = write_result(args.out / "tiers.json", result)
     _show(result, console)
     console.print(f"\n{file}", markup=False)
-    return 0 if min(result["disk"]["dd / ours"].values()) >= 0.85 else 1
+    is_fast = min(result["disk"]["dd / ours"].values()) >= 0.85
+    return 0 if is_fast and not result["engines"]["wrong"] else 1
+
+
+OURS_AND_PEERS = {
+    "shardwise-offload": "deepspeed-2 cpu",
+    "shardwise-zero3-offload": "deepspeed-3 cpu",
+    "shardwise-infinity": "deepspeed-3 nvme",
+}
+
+
+def _race_engines(folder: Path, file_bytes: int, rounds: int, quick: bool) -> dict[str, Any]:
+    """Steps of engines in turns; what the disk does in a step of ours; and `dd` over as many bytes, just after."""
+    size, steps = ("tiny", 2) if quick else ("small", 3)
+    place = folder / "shardwise-bench-engines"
+    options = [f"--size={size}", f"--folder={place}", f"--rounds={rounds}", f"--steps={steps}"]
+    try:
+        ranks = run_ranks("benchmarks.tiers_rank", options, num_ranks=2, timeout_seconds=900)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    peers = [name for pair in OURS_AND_PEERS.items() for name in pair]
+    rows = standings([rank["turns"] for rank in ranks], peers)
+    right = next(row.loss for row in rows if row.engine == "by hand, host")
+    wrong = [row.engine for row in rows if abs(row.loss - right) > TOLERANCE["fp32"] * abs(right)]
+    dd = _dd_seconds(folder, max(DD_BLOCK, min(file_bytes, sum(rank["disk"]["bytes"] for rank in ranks) // 2)), rounds)
+    return {
+        "size": size,
+        "turns": [rank["turns"] for rank in ranks],
+        "summary": [row._asdict() for row in rows],
+        "wrong": wrong,
+        "trouble": ranks[0]["trouble"],
+        "disk": [rank["disk"] for rank in ranks],
+        "slow": [rank["slow"] for rank in ranks],
+        "dd_bytes_per_second": dd,
+    }
+
+
+def _dd_seconds(folder: Path, num_bytes: int, rounds: int) -> float:
+    """Bytes a second of `dd` that writes a file past the page cache, and reads it."""
+    path = folder / "shardwise-bench-dd"
+    try:
+        calls = _dd(path, num_bytes)
+        times = _in_turns(calls, rounds)
+    finally:
+        path.unlink(missing_ok=True)
+    moved = max(1, num_bytes // DD_BLOCK) * min(DD_BLOCK, num_bytes)
+    return 2 * moved / (median(times["write"]) + median(times["read"]))
 
 
 def _race_disk(folder: Path, file_bytes: int, queue: IoQueue, rounds: int) -> dict[str, Any]:
@@ -108,6 +158,11 @@ def _through(move: Callable[[int, torch.Tensor], Any], num_bytes: int, buffers: 
         under_way.append(move(start, buffers[number % len(buffers)][: num_bytes - start]))
     for pending in under_way:
         pending.wait()
+
+
+def read_through(file: DiskFile, buffers: Sequence[torch.Tensor]) -> None:
+    """The whole file, and nothing else."""
+    _through(file.read, file.num_bytes, buffers)
 
 
 def _race_adam(threads: int, quick: bool) -> dict[str, Any]:
@@ -211,3 +266,29 @@ def _show(result: dict[str, Any], console: Console) -> None:
         rows.append(["of the disk's time hidden", f"{overlap['hidden']:.2f}"])
         title = f"states on disk, {format_bytes(overlap['bytes'])}, updates of each slice: {overlap['repeats']}"
         show_figures(title, ["what", "ms"], rows, console)
+    _show_engines(result["engines"], console)
+
+
+def _show_engines(race: dict[str, Any], console: Console) -> None:
+    names = [row["engine"] for row in race["summary"]]
+    rows = []
+    for row in race["summary"]:
+        peer = OURS_AND_PEERS.get(row["engine"], "")
+        over = [f"{row[kind][peer]:.2f}" if peer in row[kind] else "" for kind in ("over", "cpu_over")]
+        times = [f"{row[kind] * 1000:.0f}" for kind in ("step_seconds", "passes_seconds", "cpu_seconds")]
+        wrong = "other loss" if row["engine"] in race["wrong"] else ""
+        rows.append([row["engine"], *times, *over, peer if peer in names else "", wrong])
+    columns = ["engine", "ms/step", "passes", "CPU ms", "over peer", "CPU over", "peer", ""]
+    show_figures(f"GPT {race['size']}, fp32, 2 ranks, off the device", columns, rows, console)
+    for name, why in race["trouble"].items():
+        console.print(f"{name}: {why}", markup=False)
+    both = zip(race["disk"][0]["seconds"], race["disk"][1]["seconds"], strict=True)
+    ours = sum(rank["bytes"] for rank in race["disk"]) / median(max(pair) for pair in both)
+    rows = [["states of a step, ours", f"{format_bytes(ours)}"], ["dd", f"{format_bytes(race['dd_bytes_per_second'])}"]]
+    rows.append(["ours over dd", f"{ours / race['dd_bytes_per_second']:.2f}"])
+    show_figures("disk in a step of shardwise-infinity, read and written", ["what", "/s"], rows, console)
+    for title, found in (("AdamW", race["disk"][0]), ("NAdam, tensor by tensor", race["slow"][0])):
+        hidden, seconds = median(found["hidden"]), median(found["update_seconds"])
+        console.print(f"\nrank 0, {title}: {hidden:.0%} of the disk's time hidden by {seconds:.2f} s of updates")
+        for line in found["picture"]:
+            console.print(line, markup=False, soft_wrap=True)

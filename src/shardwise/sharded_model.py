@@ -148,6 +148,8 @@ class ShardedModel:
         by_name = {flat.name: flat for flat in flats}
         executor.provide("master", lambda action: self.require_optimizer().update_flat(by_name[action.flat]))
         executor.provide("states", partial(self._move_states, by_name))
+        if sharding.disk is not None:
+            sharding.disk.timeline = executor.timeline
         executor.provide("matrix", peers.exchange_matrices)
         executor.provide("update", peers.exchange_matrices)
         optimizer = self._adopt(optimizers, flats, peers) if optimizers else None

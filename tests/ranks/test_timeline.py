@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from twins import Transformer, adamw, batches
 
 import shardwise as sw
+from shardwise.calibration import Calibration, DiskFigures, write_calibration
 from shardwise.testing import run_ranks
 
 
@@ -88,3 +90,31 @@ def test_ops_of_a_pipeline_and_what_they_wait_for_are_on_it(tmp_path: Path) -> N
         assert done == row
         waited = {event["name"].removeprefix("wait ") for event in own if event["name"].startswith("wait")}
         assert waited == {op for op in row if op[0] == "IF"[number]}
+
+
+def test_a_disk_is_on_it_and_is_asked_as_it_was_measured_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit's states are read and written once, and the next is read while one is updated."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    disk = DiskFigures(1e9, 1e9, 3, 2**16, True, "today")
+    write_calibration(Calibration("here", {str(tmp_path): disk}))
+    torch.manual_seed(0)
+    model, (x, y) = Transformer(), batches(1)[0]
+    plan = {"preset": "infinity", "disk": str(tmp_path / "scratch")}
+    with sw.shard(model, plan, optimizer=adamw(model)) as engine:
+        assert engine._sharded.disk is not None
+        queue = engine._sharded.disk._queue
+        assert (queue.depth, queue.block_bytes) == (3, 2**16)
+        engine.backward(engine(x, y))
+        with engine.timeline(tmp_path / "step.json"):
+            engine.step()
+        units = [unit.name for unit in engine._sharded.sharding.units]
+    events: list[dict[str, Any]] = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    for verb in ("read", "write"):
+        for edge in "be":
+            assert [e["name"] for e in events if e["ph"] == edge and e["name"].startswith(f"{verb} ")] == [
+                f"{verb} {unit} states" for unit in units
+            ]
+    begun = {event["name"]: event["ts"] for event in events if event["ph"] == "b"}
+    updates = [event for event in events if event["ph"] == "X" and event["name"].startswith("update")]
+    for unit, before in zip(units[1:], updates[:-1], strict=True):
+        assert begun[f"read {unit} states"] <= before["ts"]

@@ -101,11 +101,6 @@ def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
     return ("", 0) if experts is None else (str(experts), sum(found.hidden_size for found in experts.modules))
 
 
-def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
-    """What of the units lies on the pipeline rank that has most parameters."""
-    return of_params(choices, params_by_place(model, layout)[_largest(model, layout)])
-
-
 def _largest(model: nn.Module, layout: StageLayout) -> int:
     """The place along the pipeline that has most parameters."""
     sizes = [sum(param.numel() for param in params) for params in params_by_place(model, layout)]

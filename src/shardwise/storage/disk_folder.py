@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise.calibration import read_calibration
 from shardwise.comm import World
 from shardwise.config import Plan
 from shardwise.errors import ConfigError, TierError
 from shardwise.mesh import Mesh
 from shardwise.program import UnitSpec, disk_bytes
 from shardwise.storage.disk_memory import DiskMemory
+from shardwise.tiers import IoQueue
 
 
 def open_disk(
@@ -38,10 +40,10 @@ def open_disk(
     try:
         if known is None or not known.is_in(folder):
             own = world.rank_device if device.type == world.rank_device.device.type != "cpu" else None
-            disk = DiskMemory(folder, world.rank, own)
+            disk = DiskMemory(folder, world.rank, own, _queue_for(folder))
         assert disk is not None
         disk.folder.check_room(sum(of_ranks[-num_local:]))  # of as many as a host has, those that want most
-    except TierError as error:
+    except (ConfigError, TierError) as error:
         why = str(error)
     failed = [said for said in map(json.loads, world.exchange(json.dumps(why).encode(), "disk")) if said]
     if failed:
@@ -51,6 +53,12 @@ def open_disk(
     assert disk is not None
     disk.folder.tidy_after_others()
     return disk
+
+
+def _queue_for(folder: str) -> IoQueue:
+    """With the depth and size of requests that `shardwise bench disk` found best for the folder, or one above it."""
+    figures = read_calibration().disk_at(folder)
+    return IoQueue() if figures is None else IoQueue(figures.depth, figures.block_bytes)
 
 
 def _required_folder(plan: Plan) -> str:

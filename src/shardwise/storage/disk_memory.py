@@ -29,7 +29,7 @@ from shardwise.errors import StateError, TierError
 from shardwise.program import NUM_DISK_BUFFERS, NUM_READ_BUFFERS
 from shardwise.storage.disk_reads import DiskRead, DiskReads
 from shardwise.storage.host_memory import Copy
-from shardwise.telemetry import ByteMeter
+from shardwise.telemetry import ON_THE_WAY, ByteMeter, Timeline
 from shardwise.tiers import BufferPool, DiskFile, IoQueue, Pending, TierFolder
 
 Tensor = torch.Tensor
@@ -45,8 +45,7 @@ class DiskRows:
         self.name = name
         self.file = file
         self.resting_bytes = resting_bytes
-        self._mapping = mmap.mmap(file.descriptor(), file.num_bytes)
-        self._mapped = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._mapped = torch.frombuffer(mmap.mmap(file.descriptor(), file.num_bytes), dtype=torch.uint8)
         self._used = resting_bytes
         self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
         self.buffer: Tensor | None = None
@@ -88,12 +87,6 @@ class DiskRows:
         """Parameters that rest here, where they lie now."""
         return self._here[: numel * dtype.itemsize].view(dtype)
 
-    def leave_memory(self) -> None:
-        """What was written to mapped pages goes to the disk, and the pages are no part of this process any more."""
-        self._mapping.flush()
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED)
-
     @property
     def _here(self) -> Tensor:
         return self._mapped if self.buffer is None else self.buffer
@@ -130,12 +123,16 @@ class DiskMemory:
     Files are counted as `param` and `optim` on the disk, and buffers as `buffers` on the host.
     """
 
-    def __init__(self, folder: Path | str, rank: int, device: RankDevice | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, rank: int, device: RankDevice | None = None, queue: IoQueue | None = None
+    ) -> None:
         """`device` is the rank's, if tensors lie there. Raises `TierError` for a folder that cannot be had."""
         self.folder = TierFolder(folder, rank=rank)
-        self._queue = IoQueue()
+        self._queue = IoQueue() if queue is None else queue
         self._device = device
         self._meter = ByteMeter()
+        self.timeline = Timeline()
+        """Is told when what a step reads and writes begins and ends to be on its way."""
         self._rows: list[DiskRows] = []
         """Those that an update changes."""
         self._every: list[DiskRows] = []
@@ -224,7 +221,9 @@ class DiskMemory:
         """Begin to write `rows` back. What is in its buffer may be read until `let_go` is called and returns."""
         assert rows.buffer is not None
         buffer, rows.buffer = rows.buffer, None
-        self._writing.append((buffer, rows.file.write(0, buffer[: rows.file.num_bytes]), let_go))
+        writing = rows.file.write(0, buffer[: rows.file.num_bytes])
+        self._follow(f"write {rows.name} states", writing)
+        self._writing.append((buffer, writing, let_go))
 
     def begin_change(self) -> None:
         """What is here is not of one step until `settle`."""
@@ -269,7 +268,14 @@ class DiskMemory:
     # -- buffers ----------------------------------------------------------------------------------------
 
     def _start(self, rows: DiskRows, buffer: Tensor) -> tuple[DiskRows, Tensor, Pending]:
-        return rows, buffer, rows.file.read(0, buffer[: rows.file.num_bytes])
+        reading = rows.file.read(0, buffer[: rows.file.num_bytes])
+        self._follow(f"read {rows.name} states", reading)
+        return rows, buffer, reading
+
+    def _follow(self, what: str, pending: Pending) -> None:
+        if self.timeline.is_on:
+            self.timeline.begin(ON_THE_WAY, what)
+            pending.when_done(lambda: self.timeline.end(ON_THE_WAY, what))
 
     def _require_pool(self) -> BufferPool:
         if self._pool is None:
