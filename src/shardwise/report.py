@@ -12,7 +12,6 @@ from torch import nn
 
 from shardwise.activations import Treatments
 from shardwise.config import Plan
-from shardwise.errors import ConfigError
 from shardwise.experts import loaded
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
@@ -133,33 +132,24 @@ def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_lo
         )
         sharded.rehearsed = (activations,)
         return _footprint(sharded, specs, activations)
-    _refuse_waiting_gradients(sharded)
     staged = sharded.pipeline.staged
     stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, sharding.treatments, around)
-    sharded.rehearsed = tuple(stages.activations(sharded.pipeline.exchange))
-    return _footprint(sharded, specs, *sharded.rehearsed)
+    activations = stages.activations(sharded.pipeline.exchange)
+    sharded.rehearsed = (activations,)
+    return _footprint(sharded, specs, activations)
 
 
-def _refuse_waiting_gradients(sharded: ShardedModel) -> None:
-    if sharded.pipeline is not None and sharded.pipeline.halved_params is not None and sharded.table.grad.shard:
-        raise ConfigError(
-            "Under the schedule zb-h1 with sharded gradients a stage's whole gradient waits for the second half of a "
-            "backward, which no rehearsal counts yet. Rehearse with schedule 1f1b, or with zero1."
-        )
-
-
-def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], *activations: Activations) -> Footprint:
-    """`activations` are those of the model, or of each of this rank's stages."""
-    trace = sharded.runner.programs.trace if specs == sharded.runner.programs.specs else straight_trace(specs)
+def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:
+    programs = sharded.runner.programs
+    is_known = specs == programs.specs or programs.program.is_over_schedule
+    trace = programs.trace if is_known else straight_trace(specs)
     prefetch_bytes = None if sharded.plan.prefetch_bytes == "auto" else sharded.plan.prefetch_bytes
-    traces = [one.trace for one in activations] or [trace]
-    planned, *others = (plan_step(specs, one, prefetch_bytes=prefetch_bytes) for one in traces)
-    programs = [one.micro_batch for one in (planned, *others)]
+    planned = plan_step(specs, trace if activations is None else activations.trace, prefetch_bytes=prefetch_bytes)
     return planned.footprint(
         states_per_param=0,  # without an optimizer; else each parameter says what is kept for it
         coordinate=sharded.mesh.coordinate(sharded.world.rank),
         num_micro_batches=sharded.plan.accumulate,
-        stages=tuple(zip(programs, activations, strict=True)) if activations else (),
+        activations=activations,
     )
 
 

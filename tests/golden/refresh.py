@@ -11,7 +11,18 @@ from pathlib import Path
 from shardwise.config import Plan
 from shardwise.mesh import Mesh
 from shardwise.placement import PRESETS, mesh_for, pack, padded_numel, table_for
-from shardwise.program import FlatSpec, PlacedUpdate, UnitSpec, plan_step, render, straight_trace, update_by
+from shardwise.program import (
+    FlatSpec,
+    PlacedUpdate,
+    UnitSpec,
+    plan_step,
+    render,
+    schedule_trace,
+    straight_passes,
+    straight_trace,
+    update_by,
+)
+from shardwise.program.schedule import schedule_of
 
 FOLDER = Path(__file__).parent
 REFRESH = "python tests/golden/refresh.py"
@@ -22,7 +33,19 @@ BLOCK, EMBEDDING = 12 * 256**2, 1000 * 256
 def texts() -> dict[str, str]:
     """The program of every preset by file name."""
     steps = {f"step-{name}.txt": _step(name) for name in ("lamb", "muon")}
-    return {f"{name}.txt": _text(name) for name in PRESETS} | steps
+    return {f"{name}.txt": _text(name) for name in PRESETS} | steps | {"schedule-1f1b-zero3.txt": _schedule()}
+
+
+def _schedule() -> str:
+    """All micro-batches of a step on the first of two pipeline ranks, each with two ranks of data parallelism."""
+    plan = Plan(preset="zero3", precision="bf16", mesh={"pp": 2, "dp": 2}, accumulate=4)
+    mesh = mesh_for(plan, 4)
+    units, schedule = _units(plan, mesh)[:3], schedule_of(plan, 2)
+    row = schedule.rows[0]
+    planned = plan_step(units, schedule_trace(row, straight_passes(row, {0: units})))
+    header = f"# zero3 in bf16 on {mesh}: the first stage. Refresh: {REFRESH}\n"
+    grid = "".join(f"# {line}\n" for line in str(schedule).splitlines())
+    return header + grid + render(planned.micro_batch)
 
 
 def _step(optimizer: str) -> str:

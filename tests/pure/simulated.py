@@ -23,6 +23,8 @@ class Wrong(Exception):
 class _Flat:
     is_resident: bool
     has_chain: bool
+    is_summed: bool
+    """Whether gradients of several micro-batches are reduced together."""
     buffers: dict[str, str] = field(default_factory=dict)
     grads: list[str] = field(default_factory=list)
     on_the_way: dict[str, tuple[Action, Callable[[], str], str | None]] = field(default_factory=dict)
@@ -32,7 +34,12 @@ class _Flat:
 def simulate(program: Program, units: tuple[UnitSpec, ...], is_late: Iterator[bool]) -> tuple[object, ...]:
     """All that the pass has computed, and what is left in the end. Raises `Wrong`."""
     flats = {
-        one.name: _Flat(one.resident, bool(one.trainable and reduce_due(one)), {"param": f"param of {one.name}"})
+        one.name: _Flat(
+            one.resident,
+            bool(one.trainable and reduce_due(one)),
+            not one.table.grad.shard,
+            {"param": f"param of {one.name}"},
+        )
         for unit in units
         for one in unit.flats
     }
@@ -43,22 +50,28 @@ def simulate(program: Program, units: tuple[UnitSpec, ...], is_late: Iterator[bo
         if flat.is_resident:
             flat.buffers["full"] = flat.buffers["param"]
     open_units: dict[str, dict[str, str]] = {}
+    summed: dict[str, str] = {}
     for block in program:
         moment = block.moment
         if moment.edge == "after" and moment.unit:
             for name, seen in open_units.pop(moment.unit, {}).items():
-                if _read(flats[name], "full") != seen:
+                if moment.phase != "backward_weights" and _read(flats[name], "full") != seen:
                     raise Wrong(f"{name} has changed under its computation")
                 computed.append(f"{moment} {name}: {seen}")
-                if moment.phase == "backward" and name in trainable:
-                    _leave(flats[name], f"gradient of {seen}")
+                if moment.phase in ("backward", "backward_weights") and name in trainable:
+                    _leave(flats[name], f"{summed.pop(name, '')}gradient of {seen}")
         for action in block.actions:
             _do(flats[action.flat], action, late=next(is_late))
         if moment.edge == "before" and moment.unit:
             for name in by_unit[moment.unit]:
-                if moment.phase == "backward" and "fresh" in flats[name].buffers:
+                if moment.phase in ("backward", "backward_weights") and "fresh" in flats[name].buffers:
+                    if flats[name].is_summed and moment.micro_batch is not None:
+                        summed[name] = f"{flats[name].buffers['fresh']} and "
                     flats[name].buffers["fresh"] = GARBAGE  # it is being written to
-            open_units[moment.unit] = {name: _read(flats[name], "full") for name in by_unit[moment.unit]}
+            open_units[moment.unit] = {
+                name: "what was put aside" if moment.phase == "backward_weights" else _read(flats[name], "full")
+                for name in by_unit[moment.unit]
+            }
     left = [
         (name, flat.grads, sorted(set(flat.buffers) - {"held"}), list(flat.on_the_way)) for name, flat in flats.items()
     ]

@@ -411,7 +411,9 @@ def test_a_pipeline_is_shown_as_who_has_what_and_as_a_grid(
     assert "  pp 0: stage 0 (wte, h.0, h.1)\n  pp 1: stage 1 (h.2, head)\n" in shown
     assert "  rank 0 | F0 F1  .  . B0 B0  . B1 B1\n  rank 1 |  . F0 B0 B0 F1 B1 B1  .  .\n" in shown
     assert "33% of the time is spent waiting" in shown
-    told = as_json(capsys, str(plan), "--world", "4")
+    told = as_json(capsys, str(plan), "--world", "4", "--set", "preset=zero3-kept")
+    assert told["program"].count("\n    gather ") == 4  # each of the units that stand in, once a step
+    assert "\nbefore forward h.3 #1\n" in told["program"]
     assert told["schedule"].startswith("1f1b: 2 ranks, 2 stages, 2 micro-batches\n")
     assert told["bubble"] == pytest.approx(1 / 3)
 
@@ -434,7 +436,8 @@ def test_activations_of_stages_are_those_of_the_rank_with_most_parameters(
     halves = as_json(capsys, *arguments, *cut)
     assert halves["bytes"]["param"] < one_f_one_b["param"]
     assert "expert-load is 0.5; give how many times an even share" in refused(*arguments, *cut, "--expert-load", "0.5")
-    assert "gradients that wait whole under zb-h1" in refused(
+    halved = as_json(
+        capsys,
         *arguments,
         "--world",
         "4",
@@ -442,9 +445,11 @@ def test_activations_of_stages_are_those_of_the_rank_with_most_parameters(
         "mesh={pp: 2, dp: 2}",
         "--set",
         "preset=zero2",
-        *stages[-1:],
+        "--set",
         "pipeline.schedule=zb-h1",
     )
+    assert "\nbefore backward_weights " in halved["program"]
+    assert halved["peak_at"]
 
 
 def test_activations_of_split_sequences_are_those_of_a_part(

@@ -31,10 +31,12 @@ from shardwise.program import (
     UnitSpec,
     plan_step,
     render,
+    schedule_trace,
+    straight_passes,
     straight_trace,
     update_by,
 )
-from shardwise.program.schedule import Schedule, schedule_of, timed
+from shardwise.program.schedule import Op, Schedule, schedule_of, timed
 from shardwise.tier_time import TierTime, tier_time
 from shardwise.units import format_bytes
 
@@ -68,13 +70,17 @@ class Subject:
     sizes: tuple[UnitSize, ...] = ()
     num_states: int = 2
     optimizer: str | None = None
-    activations: tuple[Activations, ...] = ()
-    """Of the model; of a pipeline of each stage of the rank."""
+    activations: Activations | None = None
+    """Of the model; of a pipeline of all that the rank does in a step."""
     batch: str | None = None
     activation_bytes: int = 0
     """What a rank sends of activations and their gradients, in a forward and backward on the batch."""
     stages: str = ""
     """Of a pipeline: which rank has which modules."""
+    pipeline_rank: int = 0
+    """Of a pipeline: where the units lie."""
+    stages_of_units: tuple[tuple[int, ...], ...] = ()
+    """Of a pipeline, for each unit the stages that use it; empty if that is not known."""
     experts: str = ""
     """Which rank along `ep` has which experts."""
     expert_load: float = 0.0
@@ -111,7 +117,7 @@ class Explanation:
     @property
     def schedule(self) -> Schedule | None:
         """The order of micro-batches, if the mesh has a pipeline."""
-        num_ranks = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)).get("pp", 1)
+        num_ranks = _pipeline_size(self.mesh)
         return schedule_of(self.plan, num_ranks) if num_ranks > 1 else None
 
     @property
@@ -183,8 +189,7 @@ def explain(
     replicas = tuple(
         replace(unit, flats=tuple(replace(flat, table=copies) for flat in unit.flats)) for unit in subject.units
     )
-    known = subject.activations[0] if len(subject.activations) == 1 else None
-    step, replicated = (_planned(plan, some, known) for some in (subject.units, replicas))
+    step, replicated = (_planned(plan, mesh, some, subject) for some in (subject.units, replicas))
     held = _held(plan, step, subject)
     tiers = tier_time(
         step,
@@ -270,14 +275,34 @@ def _said_peak(footprint: Footprint) -> str | None:
     return None if footprint.peak_at is None else str(footprint.peak_at)
 
 
-def _planned(plan: Plan, units: Sequence[UnitSpec], activations: Activations | None) -> StepProgram:
-    return plan_step(
-        units,
-        straight_trace(tuple(units)) if activations is None else activations.trace,
-        prefetch_bytes=None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes,
-    )
+def _planned(plan: Plan, mesh: Mesh, units: Sequence[UnitSpec], subject: Subject) -> StepProgram:
+    if subject.activations is not None:
+        trace = subject.activations.trace
+    elif _pipeline_size(mesh) > 1:
+        row = schedule_of(plan, _pipeline_size(mesh)).rows[subject.pipeline_rank]
+        trace = schedule_trace(row, straight_passes(row, _by_stage(units, row, subject.stages_of_units)))
+    else:
+        trace = straight_trace(tuple(units))
+    prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
+    return plan_step(units, trace, prefetch_bytes=prefetch_bytes)
+
+
+def _by_stage(
+    units: Sequence[UnitSpec], row: Sequence[Op], stages_of_units: Sequence[Sequence[int]]
+) -> dict[int, list[UnitSpec]]:
+    """The units of each stage; where that is not known, they are dealt out evenly."""
+    stages = sorted({op.stage for op in row})
+    if not stages_of_units:
+        stages_of_units = [(stages[index * len(stages) // len(units)],) for index in range(len(units))]
+    pairs = list(zip(units, stages_of_units, strict=True))
+    return {stage: [unit for unit, own in pairs if stage in own] for stage in stages}
+
+
+def _pipeline_size(mesh: Mesh) -> int:
+    return mesh.size("pp") if "pp" in mesh.axes else 1
 
 
 def _held(plan: Plan, step: StepProgram, subject: Subject) -> Footprint:
-    passes = [(_planned(plan, step.units, one).micro_batch, one) for one in subject.activations]
-    return step.footprint(states_per_param=subject.num_states, num_micro_batches=plan.accumulate, stages=passes)
+    return step.footprint(
+        states_per_param=subject.num_states, num_micro_batches=plan.accumulate, activations=subject.activations
+    )

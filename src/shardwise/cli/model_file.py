@@ -23,7 +23,7 @@ from shardwise.comm import Group, Line
 from shardwise.config import Plan
 from shardwise.cuts import boxes_for, rows_for, split_of
 from shardwise.devices import TorchAccelerator
-from shardwise.errors import ConfigError, ModelError, nearest
+from shardwise.errors import ModelError, nearest
 from shardwise.experts import AXIS as EXPERTS
 from shardwise.experts import EXPERT_LOAD, expert_split, loaded
 from shardwise.mesh import SEQUENCE_AXIS, Mesh
@@ -66,6 +66,24 @@ def stages_of(model: nn.Module, plan: Plan, mesh: Mesh) -> str:
     return str(stage_layout(model, plan, mesh)) if has_pipeline(mesh) else ""
 
 
+def places_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Where along a pipeline the units of `units_of` lie, and for each the stages that use it; (0, ()) without one."""
+    if not has_pipeline(mesh):
+        return 0, ()
+    layout, modules = stage_layout(model, plan, mesh), dict(model.named_modules(remove_duplicate=False))
+    place = _largest(model, layout)
+    own = {
+        stage: {param for name in layout.stages[stage] for param in modules[name].parameters()}
+        for stage in layout.at(place)
+    }
+    rows = _rows(model, plan, mesh)
+    choices = [choice for choice in _choices(model, plan, mesh) if unit_spec(choice, rows, mesh).flats]
+    return place, tuple(
+        tuple(stage for stage, params in own.items() if any(param in params for param in choice.params.values()))
+        for choice in choices
+    )
+
+
 def _choices(model: nn.Module, plan: Plan, mesh: Mesh) -> list[UnitChoice]:
     """Units as rank 0 has them, which has no less than any other; under a pipeline, as the one with most parameters."""
     places, _ = choices_by_place(model, plan, mesh)
@@ -83,11 +101,6 @@ def experts_of(model: nn.Module, plan: Plan, mesh: Mesh) -> tuple[str, int]:
     return ("", 0) if experts is None else (str(experts), sum(found.hidden_size for found in experts.modules))
 
 
-def _of_largest_rank(choices: list[UnitChoice], model: nn.Module, layout: StageLayout) -> list[UnitChoice]:
-    """What of the units lies on the pipeline rank that has most parameters."""
-    return of_params(choices, params_by_place(model, layout)[_largest(model, layout)])
-
-
 def _largest(model: nn.Module, layout: StageLayout) -> int:
     """The place along the pipeline that has most parameters."""
     sizes = [sum(param.numel() for param in params) for params in params_by_place(model, layout)]
@@ -96,7 +109,7 @@ def _largest(model: nn.Module, layout: StageLayout) -> int:
 
 def activations_of(
     model: nn.Module, source: str, plan: Plan, table: Table, mesh: Mesh, expert_load: float = EXPERT_LOAD
-) -> tuple[tuple[Activations, ...], int]:
+) -> tuple[Activations, int]:
     """What `model` holds in a forward and backward on the batch that `FILE:CALLABLE` returns, and the bytes that it
     sends there along model axes; under a pipeline what each stage of the rank with most parameters holds.
 
@@ -119,7 +132,7 @@ def activations_of(
     activations = rehearse(
         model, units, batch, device=parts.device, compute=table.compute, around=around, treatments=treatments
     )
-    return (activations,), sum(ledger.sent_bytes.values())
+    return activations, sum(ledger.sent_bytes.values())
 
 
 @dataclass(frozen=True)
@@ -132,12 +145,8 @@ class _Parts:
     device: torch.device
     expert_load: float
 
-    def of_stages(self, model: nn.Module, batch: object) -> tuple[tuple[Activations, ...], int]:
-        """Of the rank with most parameters, stage by stage; those of other ranks tell what they hand over."""
-        if self.plan.pipeline.schedule == "zb-h1" and self.table.grad.shard:
-            raise ConfigError(
-                "--batch does not count gradients that wait whole under zb-h1. Take 1f1b, or leave it out."
-            )
+    def of_stages(self, model: nn.Module, batch: object) -> tuple[Activations, int]:
+        """Of the rank with most parameters; stages of other ranks tell what they hand over."""
         layout = stage_layout(model, self.plan, self.mesh)
         rehearsals, ledgers = [], [Ledger() for _ in range(layout.num_ranks)]
         for place, ledger in enumerate(ledgers):
@@ -159,7 +168,7 @@ class _Parts:
             place = layout.place_of(stage)
             arrived = rehearsals[place].go_through(stage, arrived)
             sent_bytes += sum(ledgers[place].sent_bytes.values()) if place == largest else 0
-        return tuple(rehearsals[largest].together()), sent_bytes
+        return rehearsals[largest].together(), sent_bytes
 
     def cut(self, model: nn.Module, ledger: Ledger, params: set[torch.Tensor] | None = None) -> list[Unit]:
         """The units of `model`, or of some `params` of it. The model is changed in place, to count in `ledger` what it

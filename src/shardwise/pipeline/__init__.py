@@ -6,7 +6,7 @@ from shardwise.pipeline.messages import Layout, most_under_way
 from shardwise.pipeline.pipeline import Pipeline, Trainer
 from shardwise.pipeline.shared import SharedGradients
 from shardwise.pipeline.staged import PLAIN_LOOP, StagedModel
-from shardwise.pipeline.weight_grads import Aside, backward_of_weights
+from shardwise.pipeline.weight_grads import Aside, WeightGrads, backward_of_weights
 
 __all__ = [
     "AXIS",
@@ -19,6 +19,7 @@ __all__ = [
     "StageLayout",
     "StagedModel",
     "Trainer",
+    "WeightGrads",
     "backward_of_weights",
     "has_pipeline",
     "most_under_way",

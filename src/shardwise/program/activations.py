@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from shardwise.program.action import Moment
+from shardwise.program.action import END_OF_BACKWARD, Moment
 from shardwise.program.spec import Trace
 
 
@@ -19,8 +19,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch that are neither parameters nor buffers: inputs, what is saved for the backward, what
-    the backward makes, and each gradient until it is handed over.
+    """Bytes of one micro-batch, or of all of them in the order of a pipeline's schedule, that are neither parameters
+    nor buffers: inputs, what is saved for the backward, what the backward makes, and each gradient until it is handed
+    over.
 
     `marks` are the moments of a pass in their order, the end of the backward last. `process_bytes` is an allowance for
     what computing takes from the system besides, and no tensor shows.
@@ -37,12 +38,4 @@ class Activations:
     @property
     def trace(self) -> Trace:
         """The order in which units are used."""
-        return tuple(mark.moment for mark in self.marks if mark.moment.unit)
-
-    def beside(self, forward_bytes: int, backward_bytes: int) -> Activations:
-        """The same while so many bytes more live: in the forward, and in the backward, the way into it included."""
-        marks = []
-        for mark in self.marks:
-            more = forward_bytes if mark.moment.phase == "forward" else backward_bytes
-            marks.append(Mark(mark.moment, mark.peak_bytes + more, mark.live_bytes + more))
-        return replace(self, marks=tuple(marks))
+        return tuple(mark.moment for mark in self.marks if mark.moment != END_OF_BACKWARD)

@@ -121,17 +121,13 @@ def footprint(
     num_micro_batches: int = 1,
     coordinate: Mapping[str, int] | None = None,
     activations: Activations | None = None,
-    stages: Sequence[tuple[Program, Activations]] = (),
 ) -> Footprint:
     """What one step, `micro_batch` as often as gradients are accumulated and then `step`, holds on each rank.
 
     `states_per_param`: tensors of the parameter's size that the optimizer keeps (Adam: 2), where a flat buffer does
     not say how it is updated. Ranks differ where it does: the figures are those of the rank at `coordinate` of the
     mesh, or else the most that any rank holds. `activations` are those of a rehearsal with the order of `micro_batch`.
-    Under a pipeline `stages` are the passes of a micro-batch through each stage of the rank, in place of both.
     """
-    passes = stages or ((micro_batch, activations),)
-    activations = passes[0][1]
     flats = [flat for unit in units for flat in unit.flats]
     param = _resting_bytes(flats, "device")
     optim = _optim_bytes(flats, "device", states_per_param, coordinate)
@@ -139,20 +135,17 @@ def footprint(
     clock = Walk(units, coordinate)
     clock.kept = _kept_bytes(flats) if activations is not None and activations.on_cpu else 0
     for _ in range(min(2, num_micro_batches)):  # all later ones hold what the second holds
-        for program, counted in passes:
-            for block, mark in zip(program, _marks(program, counted), strict=True):
-                clock.walk(block, mark)
+        for block, mark in zip(micro_batch, _marks(micro_batch, activations), strict=True):
+            clock.walk(block, mark)
     for block in step:
         clock.walk(block)
     disk = _on_disk(flats, states_per_param, coordinate)
     buffers = clock.pooled + _disk_buffers(flats, states_per_param, coordinate)
-    rehearsed = [one for _, one in passes if one is not None]
-    saved_there, saved_on_disk = sum(one.host_bytes for one in rehearsed), sum(one.disk_bytes for one in rehearsed)
-    if saved_on_disk:
-        disk = replace(disk or DiskFootprint(0, 0), activations=saved_on_disk)
+    if activations is not None and activations.disk_bytes:
+        disk = replace(disk or DiskFootprint(0, 0), activations=activations.disk_bytes)
     host = _on_host(flats, buffers, states_per_param, coordinate)
-    if saved_there:
-        host = replace(host or HostFootprint(0, 0, 0), activations=saved_there)
+    if activations is not None and activations.host_bytes:
+        host = replace(host or HostFootprint(0, 0, 0), activations=activations.host_bytes)
     grad_buffers = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.keeps_grad_buffer)
     if activations is None:
         return Footprint(param, grad, optim, max(0, grad_buffers + clock.peak - grad), host=host, disk=disk)

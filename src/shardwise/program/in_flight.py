@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from shardwise.program.schedule import OpKind, Schedule
+from shardwise.program.action import END_OF_BACKWARD
+from shardwise.program.activations import Activations, Mark
+from shardwise.program.effects import Phase
+from shardwise.program.schedule import Op, OpKind, Schedule
 
 
 def held_beside(
@@ -24,3 +28,60 @@ def held_beside(
         if kind in "FI":
             alive[stage, batch] = held[stage] if kind == "F" else min(own, aside[stage])
     return most
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What a rehearsal has found of one micro-batch in one stage."""
+
+    activations: Activations
+    """Of its forward and its backward, one right after the other."""
+    held: int
+    """Bytes that the forward leaves for the backward."""
+    aside: int = 0
+    """Bytes that the first half of a backward leaves for the second."""
+
+
+def over_schedule(
+    row: Sequence[Op], stages: Mapping[int, StageBytes], halved: Container[str] = (), sent_bytes: int = 0
+) -> Activations:
+    """What a rank holds in a step: each op of its `row`, and beside it what other micro-batches have left by then.
+
+    `halved` are the units of which gradients come in the second half of a backward, `sent_bytes` what is on its way
+    between stages at any time.
+    """
+    alive: dict[tuple[int, int], int] = {}
+    marks: list[Mark] = []
+    for op in row:
+        own = alive.pop((op.stage, op.micro_batch), 0)
+        beside = sum(alive.values()) + sent_bytes
+        for mark in _marks_of(op, stages[op.stage], halved, min(own, stages[op.stage].aside)):
+            moment = replace(mark.moment, micro_batch=op.micro_batch)
+            marks.append(Mark(moment, mark.peak_bytes + beside, mark.live_bytes + beside))
+        if op.kind in "FI":
+            found = stages[op.stage]
+            alive[op.stage, op.micro_batch] = found.held if op.kind == "F" else min(own, found.aside)
+    counted = [found.activations for found in stages.values()]
+    return Activations(
+        (*marks, Mark(END_OF_BACKWARD, sent_bytes, sent_bytes)),
+        max((one.process_bytes for one in counted), default=0),
+        all(one.on_cpu for one in counted),
+    )
+
+
+def _marks_of(op: Op, found: StageBytes, halved: Container[str], aside: int) -> Iterator[Mark]:
+    """Those of one op, without what is beside it. A second half makes what the backward makes of weights' gradients."""
+    marks = found.activations.marks
+    for last, mark in zip((None, *marks), marks, strict=False):
+        in_forward = mark.moment.phase == "forward"
+        if in_forward != (op.kind == "F"):
+            continue
+        is_halved = mark.moment.unit in halved
+        if op.kind == "I" and is_halved:
+            yield replace(mark, moment=replace(mark.moment, phase="backward_input"))
+        elif op.kind != "W":
+            yield mark
+        elif is_halved or not mark.moment.unit:
+            made = mark.peak_bytes - max(mark.live_bytes, last.live_bytes if last is not None else 0)
+            phase: Phase = "backward_weights" if is_halved else "backward"
+            yield Mark(replace(mark.moment, phase=phase), aside + max(0, made), aside)

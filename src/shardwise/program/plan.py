@@ -59,7 +59,6 @@ class StepProgram:
         num_micro_batches: int = 1,
         coordinate: Mapping[str, int] | None = None,
         activations: Activations | None = None,
-        stages: Sequence[tuple[Program, Activations]] = (),
     ) -> Footprint:
         """What it holds on each rank; see `footprint`."""
         return footprint(
@@ -70,7 +69,6 @@ class StepProgram:
             num_micro_batches=self._times(num_micro_batches),
             coordinate=coordinate,
             activations=activations,
-            stages=stages,
         )
 
     def copied_bytes(self, num_micro_batches: int = 1) -> dict[str, int]:

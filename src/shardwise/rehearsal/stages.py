@@ -17,10 +17,10 @@ from torch import nn
 
 from shardwise.activations import Treatments
 from shardwise.errors import ModelError
-from shardwise.pipeline import Layout, StagedModel, most_under_way
+from shardwise.pipeline import Layout, StagedModel, WeightGrads, most_under_way
 from shardwise.placement import Dtype
 from shardwise.program import Activations
-from shardwise.program.in_flight import held_beside
+from shardwise.program.in_flight import StageBytes, held_beside, over_schedule
 from shardwise.program.schedule import Schedule
 from shardwise.rehearsal.living import LivingBytes
 from shardwise.rehearsal.rehearse import Around, Loss, Take, Work, loss_in, nothing_around, rehearse_work
@@ -50,8 +50,8 @@ class StageRehearsal:
     _counted: dict[int, Activations] = field(default_factory=dict)
     _found: dict[int, _Held] = field(default_factory=dict)
 
-    def activations(self, exchange: Exchange) -> list[Activations]:
-        """As `together`, of all stages of this rank.
+    def activations(self, exchange: Exchange) -> Activations:
+        """As `together`, once all stages of this rank have been gone through.
 
         All ranks of the pipeline call; if the stage of one cannot be rehearsed, all raise `ModelError`.
         """
@@ -93,23 +93,26 @@ class StageRehearsal:
         )
         return held.handed_over
 
-    def together(self) -> list[Activations]:
-        """Those of a micro-batch's pass through each stage, while as many others wait as the schedule has at most."""
-        beside = held_beside(
-            self.staged.layout.schedule,
-            self.staged.place,
-            {stage: held.after_forward for stage, held in self._found.items()},
-            {stage: held.aside for stage, held in self._found.items()},
-        )
-        below = [self._beside(lambda one: one.host_bytes), self._beside(lambda one: one.disk_bytes)]
-        together, sent = [], sum(held.messages for held in self._found.values())
-        for stage, activations in self._counted.items():
-            backwards = max(beside.get(("B", stage), 0), beside.get(("I", stage), 0), beside.get(("W", stage), 0))
-            together.append(activations.beside(beside["F", stage] + sent, backwards + sent))
-        on_host, on_disk = below
-        return [replace(one, host_bytes=on_host, disk_bytes=on_disk) for one in together[:1]] + [
-            replace(one, host_bytes=0, disk_bytes=0) for one in together[1:]
-        ]
+    def together(self) -> Activations:
+        """Those of all micro-batches of a step, as the schedule has them on this rank."""
+        row = self.staged.layout.schedule.rows[self.staged.place]
+        linear = WeightGrads(self.staged.own_modules()).params if any(op.kind == "I" for op in row) else set()
+        halved = [unit for unit in self.units if any(param in linear for param in unit.params)]
+        stages = {
+            stage: StageBytes(counted, self._found[stage].after_forward, self._aside(stage, halved, linear))
+            for stage, counted in self._counted.items()
+        }
+        sent = sum(held.messages for held in self._found.values())
+        found = over_schedule(row, stages, {unit.name for unit in halved}, sent)
+        on_host, on_disk = self._beside(lambda one: one.host_bytes), self._beside(lambda one: one.disk_bytes)
+        return replace(found, host_bytes=on_host, disk_bytes=on_disk)
+
+    def _aside(self, stage: int, halved: Sequence[Unit], linear: set[nn.Parameter]) -> int:
+        """What a first half leaves: what linear layers put aside, and gradients of the other parameters of their
+        units."""
+        own = {param for module in self.staged.modules_of(stage) for param in module.parameters()}
+        others = (param for unit in halved for param in unit.params if param in own and param not in linear)
+        return self._found[stage].aside + sum(param.nbytes for param in others if param.requires_grad)
 
     def _beside(self, there: Callable[[Activations], int]) -> int:
         """Of what forwards of all stages have below the device, the most at once."""

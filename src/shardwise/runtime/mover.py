@@ -64,7 +64,6 @@ class Mover:
     def fetch_param(self, _: Action) -> None:
         """Start to bring what rests on the host, or on a disk, to its place in `full`."""
         flat = self.flat
-        flat.owes_free = False
         if flat.state is not ABSENT:
             return
         self._spread = flat.spec.table.param.shard
@@ -120,9 +119,12 @@ class Mover:
 
     def _gather(self, axis: str, source: Tensor, shard: Axes) -> None:
         flat = self.flat
-        if flat.is_whole:
-            flat.owes_free = False
+        if flat.is_whole and not flat.owes_free:
             return
+        if flat.is_whole:  # ranks that have let it go count on this one's part; what comes is what is there
+            flat.owes_free = False
+            self._spread = shard
+            flat.state = GATHERING
         if flat.state is GATHERING and axis not in self._spread:
             return
         if flat.state is ABSENT:

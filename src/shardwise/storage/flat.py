@@ -260,8 +260,8 @@ class Flat:
 
     def free_full(self) -> None:
         """Let the bytes of `full` go. Asked twice, or of one that is resident, stays or lasts, it does nothing."""
-        self.owes_free = self.state is READY and (self.stays or self.lasts)
-        if self.state is READY and not self.owes_free:
+        self.owes_free = self.state is READY and self.lasts and not self.stays
+        if self.state is READY and not (self.stays or self.lasts):
             if self.shared is not None:
                 self.shared.renew()
             elif self._bytes_of_full is not None:
