@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,11 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.tensor.views import View, difference
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
 
 Tensor = torch.Tensor
 WIDTH, HEADS, SIZE = 24, 4, 6
 Heads = Callable[[nn.Module, Tensor], Any]
-Back = Callable[[Tensor, Tensor], Tensor]
 
 
 def fused_by_literal(_: nn.Module, qkv: Tensor) -> Any:
@@ -101,6 +102,7 @@ WITHOUT_PARTS = copy.deepcopy(UNDIVIDED)
 WITHOUT_PARTS["plan"]["blocks.*.attn.qkv"] = "column"
 
 
+@one_in(5)
 @pytest.mark.parametrize(
     ("heads", "tensor", "said"),
     [
@@ -119,6 +121,7 @@ def test_a_number_of_heads_in_a_forward_is_refused_at_the_first_batch(
         run(heads, tensor)
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("heads", "tensor", "num_ranks"),
     [
@@ -144,7 +147,25 @@ def test_what_takes_the_heads_that_are_there_is_left_alone(
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
-WHOLE = (2, 8, 768)
+class Locked(nn.Sequential):
+    """Keeps what no copy can be made of."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__(*modules)
+        self.lock = threading.Lock()
+
+
+def test_a_model_that_cannot_be_copied_trains_unwatched() -> None:
+    models = [Locked(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)]
+    plan = {"preset": "zero1", "mesh": {"tp": 2}, "tensor": {"plan": {"0": "column", "1": "row"}}}
+
+    def rank(world: sw.World) -> tuple[int, ...]:
+        with sw.shard(models[world.rank], plan, world=world) as engine, torch.no_grad():
+            return tuple(engine(torch.ones(2, 8)).shape)
+
+    assert run_ranks(2, rank) == [(2, 8)] * 2
+
+
 RIGHT: list[tuple[tuple[int, ...], ...]] = [
     # uncut: from, to; cut: from, to
     ((2, 8, 768), (2, 8, 12, 64), (2, 8, 384), (2, 8, 6, 64)),

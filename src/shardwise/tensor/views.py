@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import pickle
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,10 @@ class ViewCheck:
         return all(type(param) is nn.Parameter and param.device.type != "meta" for param in model.parameters())
 
     def watch(self, model: nn.Module, units: Sequence[Unit], compute: Dtype, line: Line) -> None:
-        """Once the model is cut. The first forward raises `ModelError` on all ranks of `line` if they differ."""
+        """Once the model is cut, unless it cannot be copied. The first forward raises `ModelError` on all ranks of
+        `line` if they differ."""
+        if self._uncut is None:
+            return
         device = units[0].flats[0].device
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -209,10 +213,13 @@ def _is_called_by_us() -> bool:
     return frame.f_code.co_filename.startswith(_OURS)
 
 
-def _without_bytes(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are on the meta device."""
+def _without_bytes(model: nn.Module) -> nn.Module | None:
+    """A copy whose parameters are on the meta device; `None` of a model that keeps what cannot be copied."""
     memo: dict[int, Any] = {
         id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
         for param in model.parameters()
     }
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError, ValueError, AttributeError, pickle.PickleError):
+        return None
