@@ -34,6 +34,7 @@ def told(done: subprocess.CompletedProcess[str]) -> list[str]:
     return line.partition("told")[2].split()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not THOROUGH, reason="six processes, and some gigabytes on a disk: make thorough")
 @pytest.mark.skipif(sys.platform != "linux", reason="limits private memory, and reads /proc")
 def test_a_model_four_times_as_large_as_a_ranks_memory_trains(tmp_path: Path) -> None:
