@@ -31,7 +31,6 @@ OURS = {"shardwise-offload": "offload", "shardwise-zero3-offload": "zero3-offloa
 DEEPSPEED = {"deepspeed-2 cpu": (2, "cpu"), "deepspeed-3 cpu": (3, "cpu"), "deepspeed-3 nvme": (3, "nvme")}
 HAND_HOST, HAND_DISK = "by hand, host", "by hand, files"
 ENGINES = (HAND_HOST, HAND_DISK, *OURS, *DEEPSPEED)
-SLOW = "NAdam, one tensor at a time"
 
 
 def main() -> None:
@@ -197,6 +196,7 @@ def _update_from_files(own: list[nn.Parameter], folder: Path) -> Callable[[], No
         reader = threading.Thread(target=fetch, args=(0,))
         reader.start()
         for place, param in enumerate(own):
+            assert param.grad is not None
             reader.join()
             assert param.grad is not None
             states = read.pop(place).view(2, *param.shape)
