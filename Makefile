@@ -15,8 +15,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETTLED := pyproject.toml constraints.txt
 
 # One worker begins with the tests of processes, which wait a lot, the others with those that compute; who is done first
-# takes from the rest.
-SHARED_OUT := -n auto --dist worksteal
+# takes from the rest. Threads as ranks wait for each other, so one worker more than there are cores keeps these busy.
+SHARED_OUT = -n $$($(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
 
 # Hundreds of processes import shardwise in the tests; what is compiled once need not be compiled by each of them.
 export PYTHONDONTWRITEBYTECODE :=

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import checkpoint, collectives, compiled, experts, growth, overhead, pipeline, tensor, tiers
+from benchmarks import checkpoint, collectives, compiled, experts, generation, growth, overhead, pipeline, tensor, tiers
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
 from benchmarks.names import ENGINE_NAMES
@@ -31,6 +31,7 @@ PROGRAMS = (
     "pipeline",
     "experts",
     "tiers",
+    "generation",
 )
 RESULTS = ROOT / "runs" / "bench"
 
@@ -90,6 +91,7 @@ _PROGRAMS = {
     "tensor": tensor.main,
     "pipeline": pipeline.main,
     "tiers": tiers.main,
+    "generation": generation.main,
 }
 
 
@@ -104,9 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds",
         type=_positive,
         metavar="N",
-        help="of peers, growth and tiers: how often each runs (default: 3)",
+        help="of peers, growth, tiers and generation: how often each runs (default: 3; generation 5)",
     )
-    saves = parser.add_argument_group("checkpoint and tiers")
+    saves = parser.add_argument_group("checkpoint, tiers and generation")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")
     peers = parser.add_argument_group("peers")
     option = peers.add_argument

@@ -16,6 +16,8 @@ from benchmarks.show import show_figures
 from shardwise.units import format_bytes
 
 NUM_RANKS = 2
+LOADS_OVER_A_STATE = {"load over a state": "dcp load", "load over a state, warm": "dcp load, warm"}
+"""Ours, and DCP's, which always loads into what is there."""
 
 
 def main(args: argparse.Namespace, console: Console) -> int:
@@ -26,10 +28,11 @@ def main(args: argparse.Namespace, console: Console) -> int:
     neighbours = Neighbours()
     figures = run_ranks("benchmarks.checkpoint_rank", options, num_ranks=NUM_RANKS, timeout_seconds=500)[0]
     result["others_cores"] = neighbours.cores()
-    result |= {"bytes": figures["bytes"], "all_seconds": figures["seconds"]}
+    result |= {"bytes": figures["bytes"], "all_seconds": figures["seconds"], "all_cpu_seconds": figures["cpu_seconds"]}
     medians = {name: statistics.median(values[1:]) for name, values in figures["seconds"].items()}
     result["seconds"] = medians | {"first stall": figures["seconds"]["stall"][0]}
-    result["ratios"] = ratios_of(medians)
+    result["ratios"] = ratios_of(medians) | ratios_in_turns(figures["seconds"], "time")
+    result["ratios"] |= ratios_in_turns(figures["cpu_seconds"], "CPU time")
     file = write_result(args.out / "checkpoint.json", result)
     _show(result, console)
     console.print(f"\n{file}", markup=False)
@@ -44,6 +47,16 @@ def ratios_of(seconds: dict[str, float]) -> dict[str, float]:
         if what in ("sync", "stall", "load") and peer:
             flush = seconds.get(f"{peer} flush", 0.0) if what == "sync" else 0.0
             ratios[f"{name} / ours"] = (value + flush) / seconds[what]
+    return ratios
+
+
+def ratios_in_turns(seconds: dict[str, list[float]], of: str) -> dict[str, float]:
+    """Of loads over a state: DCP's over ours in the same turn, their median."""
+    ratios = {}
+    for mine, theirs in LOADS_OVER_A_STATE.items():
+        if theirs in seconds:
+            pairs = zip(seconds[theirs][1:], seconds[mine][1:], strict=True)
+            ratios[f"{theirs} / our {mine}, {of}"] = statistics.median(peer / own for peer, own in pairs)
     return ratios
 
 

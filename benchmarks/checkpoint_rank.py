@@ -3,7 +3,9 @@
 What is compared: a GPT-shaped model in fp32 with Adam's two moments, spread over the ranks by ZeRO-3; DeepSpeed's
 ZeRO-2 too. Every writer's bytes are on the disk when its clock stops, but for DeepSpeed's, which does not flush: its
 flush is a figure of its own. Before anything is loaded, its files are put out of the page cache, because a job that
-starts again finds them on the disk.
+starts again finds them on the disk. What the loading itself costs is told by loads over a state that is there, ours and
+DCP's one after the other, with the files of both in the page cache; by CPU time too, in which the disk and the work of
+others on the machine do not show.
 """
 
 from __future__ import annotations
@@ -61,17 +63,22 @@ def build(mib: int) -> nn.Module:
 
 
 class Clock:
-    """Seconds by name, each from a moment at which all ranks were ready until the last one was done."""
+    """Seconds by name, each from a moment at which all ranks were ready until the last one was done; and seconds of CPU
+    time, of all ranks together."""
 
     def __init__(self, world: sw.World) -> None:
         self.world = world
         self.seconds: dict[str, list[float]] = {}
+        self.cpu_seconds: dict[str, list[float]] = {}
 
     def time(self, name: str, work: Callable[[], object]) -> None:
         self.world.barrier()
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         work()
-        self.note(name, time.perf_counter() - started)
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        self.note(name, seconds)
+        every = [float(told) for told in self.world.exchange(repr(cpu_seconds).encode())]
+        self.cpu_seconds.setdefault(name, []).append(sum(every))
 
     def note(self, name: str, seconds: float) -> None:
         """The longest of all ranks. All ranks call."""
@@ -93,7 +100,8 @@ def measure(clock: Clock, folder: Path, mib: int, turns: int) -> dict[str, int]:
             path = folder / f"turn-{turn}"
             num_bytes["shardwise"] = ours(clock, engine, optimizer, path)
             if world.size > 1:
-                num_bytes["dcp"] = torchs(clock, engine, optimizer, path / "dcp", group)
+                num_bytes["dcp"] = torchs(clock, engine, path / "dcp", group)
+                in_turns(clock, engine, path, ours_first=turn % 2 == 0)
             for name, peer in peers.items():
                 num_bytes[name] = theirs(clock, name, peer, path / name)
             world.barrier()
@@ -134,10 +142,9 @@ def dd(path: Path, num_bytes: int) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
-def torchs(clock: Clock, engine: sw.Engine, optimizer: torch.optim.Optimizer, path: Path, group: Any) -> int:
+def torchs(clock: Clock, engine: sw.Engine, path: Path, group: Any) -> int:
     """https://docs.pytorch.org/docs/stable/distributed.checkpoint.html; `sync_files` is its default."""
-    dcp: Any = importlib.import_module("torch.distributed.checkpoint")  # which does not say what it exports
-    state = dcp_state(engine, optimizer)
+    dcp, state = torchs_dcp(), dcp_state(engine)
 
     def writer(name: str) -> Any:
         return dcp.FileSystemWriter(path / name, sync_files=True)
@@ -155,13 +162,28 @@ def torchs(clock: Clock, engine: sw.Engine, optimizer: torch.optim.Optimizer, pa
     return size_of(path / "sync")
 
 
-def dcp_state(engine: sw.Engine, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def in_turns(clock: Clock, engine: sw.Engine, path: Path, *, ours_first: bool) -> None:
+    """Loads over a state that is there, from files that have just been read."""
+    dcp, state = torchs_dcp(), dcp_state(engine)
+    loads = {
+        "load over a state, warm": lambda: engine.resume(path / "sync"),
+        "dcp load, warm": lambda: dcp.load(state, checkpoint_id=path / "dcp" / "sync"),
+    }
+    for name in loads if ours_first else reversed(loads):
+        clock.time(name, loads[name])
+
+
+def torchs_dcp() -> Any:
+    return importlib.import_module("torch.distributed.checkpoint")  # which does not say what it exports
+
+
+def dcp_state(engine: sw.Engine) -> dict[str, torch.Tensor]:
     """This rank's pieces under names of its own: what torch's planner has least to do with."""
+    optimizer = engine._sharded.require_optimizer()
     state = {}
-    pieces = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, piece in enumerate(pieces):
-        state[f"{engine.world.rank}/{number}"] = piece.detach()
-        for key, value in optimizer.state.get(piece, {}).items():
+    for number, piece in enumerate(optimizer.pieces):
+        state[f"{engine.world.rank}/{number}"] = piece.tensor.detach()
+        for key, value in optimizer.state_of(piece).items():
             state[f"{engine.world.rank}/{number}/{key}"] = value
     return state
 
@@ -263,7 +285,7 @@ def main() -> None:
         clock = Clock(world)
         with shared_folder(world, args.folder) as folder, contextlib.redirect_stdout(None):
             figures["bytes"] = measure(clock, folder, args.mib, args.turns)
-        figures["seconds"] = clock.seconds
+        figures["seconds"], figures["cpu_seconds"] = clock.seconds, clock.cpu_seconds
 
 
 if __name__ == "__main__":

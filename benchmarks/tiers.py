@@ -32,7 +32,7 @@ from shardwise.machine import num_cores
 from shardwise.optim.disk_states import DiskStates
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.telemetry import Timeline, hidden_share
-from shardwise.tiers import BufferPool, IoQueue, SystemCalls, TierFolder
+from shardwise.tiers import BufferPool, DiskFile, IoQueue, SystemCalls, TierFolder
 from shardwise.units import format_bytes
 
 DD_BLOCK = 16 * 2**20
@@ -158,6 +158,11 @@ def _through(move: Callable[[int, torch.Tensor], Any], num_bytes: int, buffers: 
         under_way.append(move(start, buffers[number % len(buffers)][: num_bytes - start]))
     for pending in under_way:
         pending.wait()
+
+
+def read_through(file: DiskFile, buffers: Sequence[torch.Tensor]) -> None:
+    """The whole file, and nothing else."""
+    _through(file.read, file.num_bytes, buffers)
 
 
 def _race_adam(threads: int, quick: bool) -> dict[str, Any]:

@@ -198,6 +198,7 @@ def _update_from_files(own: list[nn.Parameter], folder: Path) -> Callable[[], No
         for place, param in enumerate(own):
             assert param.grad is not None
             reader.join()
+            assert param.grad is not None
             states = read.pop(place).view(2, *param.shape)
             if place + 1 < len(own):
                 reader = threading.Thread(target=fetch, args=(place + 1,))

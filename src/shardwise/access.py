@@ -238,7 +238,7 @@ class Access:
         self._agreement.broadcast(flat, flat.full)
         if flat.master is None:
             flat.land()
-            flat.param.copy_(_cut(flat.full, flat.param_span))
+            flat.put(flat.param, _cut(flat.full, flat.param_span))
             return
         flat.land()
         master = flat.loaded(flat.master)

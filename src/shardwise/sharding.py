@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.activations import Treatments, treatments_for
 from shardwise.budget import Fitted, Ranks, within_budget
-from shardwise.comm import DataGroup, SharedBuffers, World
+from shardwise.comm import DataGroup, Line, SharedBuffers, World
 from shardwise.config import Plan, flatten
 from shardwise.cuts import Boxes, boxes_after, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
 from shardwise.errors import ConfigError, ModelError
@@ -41,7 +41,7 @@ from shardwise.storage import (
     unit_spec,
 )
 from shardwise.telemetry import ByteMeter
-from shardwise.tensor import AXIS, Split, Verifier
+from shardwise.tensor import AXIS, Split, Verifier, ViewCheck
 
 _log = logging.getLogger("shardwise")
 Updates = Mapping[nn.Parameter, Update]
@@ -222,6 +222,7 @@ def lay(
     disk = designed.open_disk(world, model, values.device, updates)
     tell_fitted(fitted, world)
     verifier = Verifier(model) if designed.split is not None and plan.tensor.verify else None
+    views = _view_check(model, designed)
     staged = None
     if designed.stages is not None:
         world.collectives(values.device).prepare(mesh)
@@ -243,7 +244,18 @@ def lay(
         carry_out_split(model, designed.split, mesh, world, values.device)
         if verifier is not None:
             verifier.watch(model, designed.split, world, peers)
+        if views is not None:
+            line = Line(world.collectives(values.device), world.group(mesh, AXIS))
+            views.watch(model, sharding.units, designed.table.compute, line)
     return sharding
+
+
+def _view_check(model: nn.Module, designed: Design) -> ViewCheck | None:
+    """What looks for heads that a forward counts, for plans of the user's own, of models that are not in stages."""
+    asked = designed.plan.tensor.plan
+    if designed.split is None or asked is None or designed.stages is not None or not ViewCheck.can_watch(model):
+        return None
+    return ViewCheck(model, {1 if isinstance(rule, str) else int(rule.get("parts", 1)) for rule in asked.values()})
 
 
 def require_elementwise(model: nn.Module, designed: Design, updates: Updates) -> None:

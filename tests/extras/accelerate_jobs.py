@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import accelerate
@@ -133,6 +134,11 @@ def refused(what: str) -> None:
         made({"preset": "zero3", "clip_grad_norm": 1.0})
     elif what == "accumulation":
         made({"preset": "zero3", "accumulate": 2})
+    elif what == "strange state":
+        model = nn.Linear(2, 2)
+        accelerator = made("zero3")
+        accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        accelerator.load_state(tempfile.mkdtemp())
     elif what == "axes":
         made({"preset": "zero3", "mesh": {"pp": 2}})
     accelerator = made("zero3")

@@ -16,7 +16,7 @@ from multiprocessing import forkserver
 from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
-SECONDS = 120
+SECONDS = 240
 
 
 @cache

@@ -15,6 +15,8 @@ from rank_processes import on_ranks
 from torch import nn
 from transformers import Seq2SeqTrainingArguments
 
+pytestmark = pytest.mark.timeout(300)
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("transformers.md", "accelerate.md")
 BLOCKS = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -13,6 +13,8 @@ import pytest
 from rank_processes import begin
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.timeout(300)
+
 SCRIPT = Path(__file__).with_name("finetune.py")
 ARGUMENTS = ["--max_steps", "4", "--logging_steps", "1", "--report_to", "none", "--disable_tqdm", "1"]
 ACCELERATE = (
@@ -34,7 +36,6 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(300)
 def test_an_unmodified_script_is_trained_by_a_plan(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):

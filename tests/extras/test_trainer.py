@@ -12,6 +12,8 @@ from rank_processes import begin, on_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.timeout(300)
+
 Run = dict[str, Any]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -106,6 +108,20 @@ def test_other_arguments(settings: dict[str, Any]) -> None:
         assert ours["losses"] != plain["losses"]
     else:
         assert_same(ours, plain)
+
+
+def test_checkpoints_of_others_and_models_without_values(tmp_path: Path) -> None:
+    plain, *ours = on_ranks(1, jobs.from_elsewhere, str(tmp_path))[0]
+    for run in ours:
+        assert_same(run, plain)
+
+
+def test_steps_that_overflow_are_left_out() -> None:
+    """And the scheduler waits for those that are taken."""
+    good, bad = on_ranks(1, jobs.in_half, 1024.0)[0], on_ranks(1, jobs.in_half, 1e9)[0]
+    assert (good["precision"], good["taken"], bad["taken"]) == ("fp16", 4, 0)
+    assert good["rates"] == pytest.approx([3e-3, 2.25e-3, 1.5e-3, 0.75e-3])
+    assert bad["rates"] == [3e-3] * 4
 
 
 REFUSED = {

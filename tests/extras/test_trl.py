@@ -7,8 +7,9 @@ import torch
 import trl_jobs as jobs
 from rank_processes import begin, on_ranks
 
+pytestmark = pytest.mark.timeout(300)
 
-@pytest.mark.timeout(300)
+
 @pytest.mark.parametrize("name", ["supervised", "preferred"])
 def test_a_run_is_that_of_ddp(name: str) -> None:
     job = getattr(jobs, name)

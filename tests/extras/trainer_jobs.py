@@ -11,6 +11,8 @@ import transformers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+import shardwise as sw
+
 VOCABULARY, LENGTH = 61, 12
 Rows = list[dict[str, torch.Tensor]]
 
@@ -162,6 +164,33 @@ def resumed(plan: Any, model: str, folder: str, checkpoint: str, **settings: Any
         trainer.evaluate()
     trainer.train(resume_from_checkpoint=checkpoint)
     return told(trainer, trainer.engine)
+
+
+def from_elsewhere(folder: str) -> list[dict[str, Any]]:
+    """Four steps by Trainer itself with a checkpoint after two, and what ours makes of that; then a model that has no
+    values before it is sharded."""
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    plain = make(None, "llama", folder, **settings)
+    plain.train()
+    ours = make("zero3", "llama", folder, max_steps=4)
+    ours.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    resumed = told(ours, ours.engine)
+    ours.accelerator.release()
+    torch.manual_seed(0)
+    with sw.deferred_init():
+        model = llama()
+    ours = make("zero3", model, max_steps=4)
+    ours.train()
+    return [told(plain, None), resumed, told(ours, ours.engine)]
+
+
+def in_half(scale: float) -> dict[str, Any]:
+    """Four steps in fp16."""
+    plan = {"preset": "zero3", "loss_scale": {"initial": scale}}
+    trainer = make(plan, "llama", fp16=True, max_steps=4)
+    trainer.train()
+    taken = trainer.engine.num_steps
+    return told(trainer, trainer.engine) | {"taken": taken, "precision": trainer.engine.plan.precision}
 
 
 def tuned(plan: Any, folder: str) -> dict[str, Any]:

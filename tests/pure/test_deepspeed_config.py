@@ -199,3 +199,19 @@ def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
     source.write_text(text)
     with pytest.raises(ConfigError, match=r"ds\.json"):
         read_config(source, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--hostfile", "hosts"), "--hostfile is about several hosts"),
+        (("--num_gpus", "2", "--nproc", "3"), "are two counts"),
+        (("--shardwise", "zero3"), "takes its plan from the DeepSpeed config"),
+    ],
+)
+def test_a_launch_that_cannot_be_meant(
+    arguments: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    assert main(["launch", "--as-deepspeed", *arguments, str(tmp_path / "train.py")]) == 2
+    assert words in capsys.readouterr().err

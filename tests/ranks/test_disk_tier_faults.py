@@ -214,7 +214,7 @@ def test_a_disk_that_fails_between_steps(tmp_path: Path, monkeypatch: pytest.Mon
                 engine.state_dict,
                 engine.optimizer_state_dict,
             ):
-                with pytest.raises(TierError, match=r"Reading .* of .*states-\d+ failed: Input/output error \(EIO\)"):
+                with pytest.raises(TierError, match=r"Reading .* of .*rows-\d+ failed: Input/output error \(EIO\)"):
                     work()
             with pytest.raises(CheckpointError, match=r"rank 0 reports: .*Input/output error"):
                 engine.save(tmp_path / "saved", step=2)

@@ -201,6 +201,8 @@ OWN_WORLD = {"optimizer=optimizer)": "optimizer=optimizer, world=world)"}
 BLOCKS: dict[tuple[str, int], Setting] = {
     ("README.md", 0): Setting(a_model),
     ("README.md", 1): Setting(),
+    ("docs/activations.md", 0): Setting(an_optimizer_and_a_batch),
+    ("docs/activations.md", 1): Setting(an_engine),
     ("docs/deferred-init.md", 0): Setting(),
     ("docs/deferred-init.md", 1): Setting(a_language_model),
     ("docs/deferred-init.md", 2): Setting(),

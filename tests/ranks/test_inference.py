@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from small_transformers import gpt2, llama
+from torch import nn
 from twins import Transformer, adamw, batches, engine_step
 
 import shardwise as sw
 from shardwise.errors import StateError
+from shardwise.runtime.gathering import Gathering
+from shardwise.runtime.inference import Inference
+from shardwise.storage import Unit
 from shardwise.testing import run_ranks
+from tests.thorough import one_in
 
 KEEP = {"whole": None, "some": 30_000, "none": 0}
 
@@ -131,3 +137,98 @@ def test_compiled_units_generate_uncompiled_and_train_on_compiled() -> None:
         return "forward" in model.blocks[0].__dict__
 
     assert run_ranks(2, rank) == [True, True]
+
+
+class Tower(nn.Module):
+    """Blocks one after the other; `deep` uses only every other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.through(x, 1)
+
+    def through(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks[::step]:
+            x = block(x).tanh()
+        return x
+
+
+@one_in(5)
+@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize(("tier", "num_ranks"), [("disk", 2), ("disk", 1), ("host", 2)])
+def test_generation_streams_what_rests_below(build, tier: str, num_ranks: int, tmp_path: Path) -> None:
+    """Other lengths on every rank, no optimizer; never more than a few units are whole."""
+    torch.manual_seed(0)
+    twin = build().eval()
+    given, lengths = prompts(num_ranks), (3, 7)
+    expected = [
+        twin.generate(prompt, max_new_tokens=length, do_sample=False)
+        for prompt, length in zip(given, lengths, strict=False)
+    ]
+    replicas = [copy.deepcopy(twin) for _ in range(num_ranks)]
+    rows = {"param": {"tier": tier}, "optim": {"tier": tier}, "grad": {"tier": "host"}}
+
+    def rank(world: sw.World) -> tuple[torch.Tensor, int, int]:
+        plan = {"preset": "zero3", "rows": rows, "disk": str(tmp_path)}
+        with sw.shard(replicas[world.rank], plan, world=world) as engine:
+            for _ in range(2):
+                with engine.inference():
+                    tokens = engine.module.generate(
+                        given[world.rank], max_new_tokens=lengths[world.rank], do_sample=False
+                    )
+            meter = engine._sharded.sharding.meter
+            sizes = sorted(sum(flat.spec.full_bytes for flat in unit.flats) for unit in engine._sharded.sharding.units)
+            assert meter.peak["working"] <= sum(sizes[-3:])
+            return tokens, meter.now["working"], meter.now["param"]
+
+    for (tokens, working, param), theirs in zip(run_ranks(num_ranks, rank), expected, strict=True):
+        assert torch.equal(tokens, theirs)
+        assert working == param == 0
+
+
+@one_in(3)
+@pytest.mark.parametrize(("tier", "num_ranks"), [("disk", 1), ("disk", 3), ("host", 2)])
+def test_the_next_unit_is_on_its_way_and_ranks_may_part(
+    tier: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second round through the model on; and ranks that use other blocks come to the plain model's values."""
+    began: list[str] = []
+    ready: list[bool] = []
+    begin, take = Gathering.begin, Inference._round
+
+    def noted(self: Gathering, unit: Unit) -> None:
+        began.append(unit.name)
+        begin(self, unit)
+
+    def asked(self: Inference, wish: int | None) -> None:
+        ready.append(wish is not None and self._on_its_way is self._units[wish])
+        take(self, wish)
+
+    monkeypatch.setattr(Gathering, "begin", noted)
+    monkeypatch.setattr(Inference, "_round", asked)
+    torch.manual_seed(0)
+    plain = Tower()
+    replicas = [copy.deepcopy(plain) for _ in range(num_ranks)]
+    x = torch.randn(3, 8)
+    rows = {"param": {"tier": tier}, "optim": {"tier": tier}, "grad": {"tier": "host"}}
+    units = ["first", *(f"blocks.{index}" for index in range(6))]
+
+    def rank(world: sw.World) -> None:
+        model = replicas[world.rank]
+        plan = {"preset": "zero3", "rows": rows, "disk": str(tmp_path), "units": units}
+        with sw.shard(model, plan, world=world) as engine, engine.inference():
+            for _ in range(4):
+                assert torch.equal(model(x), plain(x))
+            if world.size == 1:
+                assert ready.count(False) == 7 + 2, "the first round, and what came after its last two units"
+            for turn in range(6):
+                step = 1 + (turn + world.rank) % 3
+                assert torch.equal(model.through(x, step), plain.through(x, step))
+                assert torch.equal(model(x), plain(x))
+
+    run_ranks(num_ranks, rank)
+    assert len(began) > 4 * num_ranks

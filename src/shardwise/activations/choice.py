@@ -188,5 +188,5 @@ def _refuse_own_recomputing(
             if any(getattr(module, "gradient_checkpointing", False) is True for module in site.modules()):
                 raise ConfigError(
                     f"{unit} recomputes its activations itself (gradient_checkpointing), and the plan recomputes them "
-                    f"too. Call {type(model).__name__}.gradient_checkpointing_disable(), or leave out activations."
+                    f"too. Turn it off in {type(model).__name__}, or leave out activations."
                 )

@@ -226,7 +226,7 @@ def _read_and_check(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer
     for states in recipe.states:
         assert optimizer is not None
         tensor = states.piece.tensor.detach()
-        is_on_disk = states.piece.flat.rows is not None  # from one file to another, when all have agreed
+        is_on_disk = states.piece.flat.spec.updates_from_disk  # from one file to another, when all have agreed
         has_some = is_on_disk or not optimizer.takes_states_as_they_are or bool(optimizer.state_of(states.piece))
         for key, reads in states.reads.items():
             dtype = _state_dtype(reader, optimizer, states.piece, key)
@@ -327,7 +327,7 @@ def _fill_states(recipe: _Recipe, reader: Reader, optimizer: AdoptedOptimizer) -
         had = optimizer.state_of(piece) if optimizer.takes_states_as_they_are else {}
         for key, reads in states.reads.items():
             dtype, ready = _state_dtype(reader, optimizer, piece, key), states.ready.pop(key, None)
-            if piece.flat.rows is not None:
+            if piece.flat.rows is not None and piece.flat.spec.updates_from_disk:
                 given[key] = piece.flat.rows.place(piece.index, key, piece.tensor.numel(), dtype)
                 _stream(reader, piece.flat.rows, given[key], reads, piece.span, states.box)
             elif ready is None:

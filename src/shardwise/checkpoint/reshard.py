@@ -167,7 +167,7 @@ class TrainingState:
                 if key != PARAM:
                     follows = dtype == self._homes[name].dtype
                     kept = piece.dtype if follows else dtype
-                    if flat.rows is not None:
+                    if flat.rows is not None and flat.spec.updates_from_disk:
                         filled[name, key] = flat.rows.place(index, key, piece.numel(), kept)
                     else:
                         filled[name, key] = torch.empty_like(piece, dtype=kept)

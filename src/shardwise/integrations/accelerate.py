@@ -23,7 +23,14 @@ import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.integrations.folders import STATE_FOLDER
 from shardwise.integrations.plans import PlanLike, dtype_of, require_agreement, require_data_axes, settled, without
-from shardwise.integrations.preparing import engine_folder, generate_in_step, ids_of, refuse_engines
+from shardwise.integrations.preparing import (
+    engine_folder,
+    generate_in_step,
+    ids_of,
+    refuse_engines,
+    zero_apart,
+    zero_together,
+)
 
 
 class Accelerator(PlainAccelerator):
@@ -164,6 +171,7 @@ class Accelerator(PlainAccelerator):
                 raise ConfigError("In fp16 every engine has a loss scale of its own. Take bf16 for several models.")
             device = None if self.device.type == "cpu" else self.device
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
+            zero_together(model, self._engines[model])
             if self.num_processes > 1:
                 generate_in_step(model)
             if model in self._pending:
@@ -240,10 +248,14 @@ class Accelerator(PlainAccelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """See accelerate. Folders that accelerate itself has written without an engine are loaded too."""
-        if input_dir is not None and not (Path(input_dir).expanduser() / STATE_FOLDER).is_dir():
-            super().load_state(input_dir, load_kwargs, **kwargs)
-            return
+        """See accelerate. Raises `ConfigError` for a folder that was written without an engine."""
+        if self._engines and input_dir is not None:
+            folder = Path(input_dir).expanduser()
+            if folder.is_dir() and not (folder / STATE_FOLDER).is_dir():
+                raise ConfigError(
+                    f"{folder} was saved without an engine: it has no {STATE_FOLDER}/. Load its weights into the model "
+                    f"before prepare(), and its optimizer by optimizer.load_state_dict()."
+                )
         with self._plain_rest():
             hook = self.register_load_state_pre_hook(self._load_engines)
             try:
@@ -277,6 +289,7 @@ class Accelerator(PlainAccelerator):
     def release(self, *keep: nn.Module) -> None:
         """Close the engines of all models but `keep`. All ranks call. A model's parameters are no longer whole then."""
         for model in [model for model in self._engines if model not in keep]:
+            zero_apart(model)
             self._engines.pop(model).close()
             self._dtypes.pop(model, None)
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.folders import STATE_FOLDER
 
+_ZERO_GRAD = "zero_grad"
 _MANAGED = "_is_fsdp_managed_module"
 """What transformers looks for: https://github.com/huggingface/transformers/blob/main/src/transformers/distributed/fsdp.py"""
 _REFUSED = {
@@ -56,3 +58,20 @@ def refuse_engines(arguments: dict[str, Any]) -> None:
                 f"{variable} is set, which asks for {engine}, and a plan is in its place. Start the script with "
                 f"shardwise launch, or torchrun."
             )
+
+
+def zero_together(model: nn.Module, engine: sw.Engine) -> None:
+    """Let `model.zero_grad()`, which Trainer calls in every step, forget all gradients at once, and not one by one."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if set_to_none:
+            engine.zero_grad()
+        else:
+            type(model).zero_grad(model, set_to_none=False)
+
+    model.__dict__[_ZERO_GRAD] = zero_grad
+
+
+def zero_apart(model: nn.Module) -> None:
+    """Take that back."""
+    model.__dict__.pop(_ZERO_GRAD, None)

@@ -56,7 +56,7 @@ def _begin(state: dict[str, Any], piece: Piece, group: dict[str, Any]) -> None:
     param, rows = piece.tensor, piece.flat.rows
     state["step"] = torch.tensor(0.0)
     for key in ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
-        if rows is None:
+        if rows is None or not piece.flat.spec.updates_from_disk:
             state[key] = torch.zeros_like(param)
         else:
             state[key] = rows.place(piece.index, key, param.numel(), param.dtype).zero_()

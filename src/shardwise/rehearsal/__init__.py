@@ -1,6 +1,7 @@
 """A forward and backward without memory and without arithmetic: what the model itself will hold."""
 
-from shardwise.rehearsal.rehearse import Around, Loss, nothing_around, rehearse
+from shardwise.rehearsal.rehearse import Around, Loss, Take, Work, nothing_around, rehearse, rehearse_work
 from shardwise.rehearsal.stages import StageRehearsal
+from shardwise.rehearsal.twin import Twin
 
-__all__ = ["Around", "Loss", "StageRehearsal", "nothing_around", "rehearse"]
+__all__ = ["Around", "Loss", "StageRehearsal", "Take", "Twin", "Work", "nothing_around", "rehearse", "rehearse_work"]

@@ -38,6 +38,21 @@ class Gathering:
                 with self._unwatched():
                     self._executor.run(moment, serial(gather_due(unit.spec, moment)))
 
+    def begin(self, unit: Unit) -> None:
+        """What makes `unit` whole is on its way: `open` waits for it."""
+        moment = unit.moments.before_forward
+        absent = {flat.name for flat in unit.flats if flat.state is ABSENT}
+        due = serial(tuple(action for action in gather_due(unit.spec, moment) if action.flat in absent))
+        with self._unwatched():
+            self._executor.run(moment, [action for action in due if (action.verb, action.subject) != ("wait", "full")])
+
+    def let_go(self, unit: Unit) -> None:
+        """Nobody needs `unit` whole, or on its way."""
+        unit.rest()
+        for flat in unit.flats:
+            self._executor.movers[flat.name].wait_full()
+            flat.free_full()
+
     def run(
         self, block: BoundBlock | None, moment: Moment, unit: Unit, current: Pass, *, training: bool = True
     ) -> None:

@@ -331,7 +331,7 @@ class Runner:
             raise StateError(f"engine.inference() was entered between {what}; finish that first.")
         if self._compiled is not None:  # every length would be compiled anew; training puts it back
             self._compiled.remove()
-        inference = Inference(self.units, self.gathering.open, world, keep_bytes)
+        inference = Inference(self.units, self.gathering, world, keep_bytes)
         self._inference = inference
         failed = True
         try:

@@ -45,8 +45,7 @@ class DiskRows:
         self.name = name
         self.file = file
         self.resting_bytes = resting_bytes
-        self._mapping = mmap.mmap(file.descriptor(), file.num_bytes)
-        self._mapped = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._mapped = torch.frombuffer(mmap.mmap(file.descriptor(), file.num_bytes), dtype=torch.uint8)
         self._used = resting_bytes
         self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
         self.buffer: Tensor | None = None
@@ -87,12 +86,6 @@ class DiskRows:
     def param(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Parameters that rest here, where they lie now."""
         return self._here[: numel * dtype.itemsize].view(dtype)
-
-    def leave_memory(self) -> None:
-        """What was written to mapped pages goes to the disk, and the pages are no part of this process any more."""
-        self._mapping.flush()
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED)
 
     @property
     def _here(self) -> Tensor:

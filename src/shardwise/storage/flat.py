@@ -181,12 +181,10 @@ class Flat:
             if mine.numel:
                 self._keep(mine, values(index, mine.within(slot.span)).to(self.kept_dtype))
             _show(param, views[index])  # only now: it may have been where the values came from
-        if self.rows is not None:
-            self.rows.leave_memory()
 
     def _keep(self, mine: Span, values: Tensor) -> None:
         """Take over first values of the elements `mine`, which lie in `param_span`."""
-        _part(self.param, mine.within(self.param_span)).copy_(values)
+        self.put(_part(self.param, mine.within(self.param_span)), values)
         if self.master is not None and not self.spec.master_is_param:
             updated = mine.overlap(self.optim_span)
             self.put(_part(self.master, updated.within(self.optim_span)), _part(values, updated.within(mine)))
@@ -349,7 +347,7 @@ class Flat:
             return
         for start in range(0, master.numel(), _PIECE_NUMEL):
             stop = start + _PIECE_NUMEL
-            out[start:stop].copy_(self.loaded(master[start:stop]))
+            self.put(out[start:stop], self.loaded(master[start:stop]))
 
     # -- what may lie on a disk ---------------------------------------------------------------------------
 
@@ -381,7 +379,7 @@ class Flat:
             _part(self.full, span).copy_(values)
         else:
             mine = span.overlap(self.param_span)
-            _part(self.param, mine.within(self.param_span)).copy_(_part(values, mine.within(span)))
+            self.put(_part(self.param, mine.within(self.param_span)), _part(values, mine.within(span)))
         if self.master is not None and not self.spec.master_is_param:
             piece, mine = self.master_piece(index)
             master = self.loaded(piece)

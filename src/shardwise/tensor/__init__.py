@@ -16,6 +16,7 @@ from shardwise.tensor.regions import Regions
 from shardwise.tensor.shares import AXIS
 from shardwise.tensor.split import Split
 from shardwise.tensor.verify import Verifier
+from shardwise.tensor.views import ViewCheck
 
 __all__ = [
     "AXIS",
@@ -24,6 +25,7 @@ __all__ = [
     "Regions",
     "Split",
     "Verifier",
+    "ViewCheck",
     "copy_to",
     "cross_entropy",
     "draws",

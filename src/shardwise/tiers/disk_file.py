@@ -81,23 +81,23 @@ class DiskFile:
 
     def get(self, start: int, stop: int) -> torch.Tensor:
         """Bytes `start` to `stop`, wherever they begin: a new flat uint8 tensor."""
-        first, last = down(start), up(stop)
-        self._check(first, last)
+        first, last = self._around(start, stop)
         memory = pages(last - first)[: last - first]
-        self.read(first, memory).wait()
+        self._now(self._read_block, first, memory)
         return memory[start - first : stop - first]
 
     def put(self, start: int, data: torch.Tensor) -> None:
         """Replace bytes from `start` on by `data`, a flat uint8 tensor; what shares a page with them stays."""
         stop = start + data.numel()
-        first, last = down(start), up(stop)
-        self._check(first, last)
+        if start == stop:
+            return
+        first, last = self._around(start, stop)
         memory = pages(last - first)[: last - first]
-        edges = sorted({down(edge) for edge in (start, stop) if edge % PAGE})
-        for edge in edges:
-            self.read(edge, memory[edge - first : edge - first + PAGE]).wait()
+        for begin, end in sorted({self._around(edge, edge + 1) for edge in (start, stop - 1)}):
+            if begin < start or stop < end:
+                self._now(self._read_block, begin, memory[begin - first : end - first])
         memory[start - first : stop - first].copy_(data)
-        self.write(first, memory).wait()
+        self._now(self._write_block, first, memory)
 
     def copy_to(self, target: int, at: int, start: int, stop: int) -> bool:
         """Copy bytes `start` to `stop` into another open file from byte `at` on, without passing through memory.
@@ -121,6 +121,20 @@ class DiskFile:
     def close(self) -> None:
         """The file is gone with it. May be called twice; nothing may be under way."""
         self._close()
+
+    def _around(self, start: int, stop: int) -> tuple[int, int]:
+        """Whole pages with these bytes; whole blocks, where each has a checksum."""
+        step = PAGE if self._sums is None else self.queue.block_bytes
+        first, last = down(start, step), min(up(stop, step), max(self.num_bytes, up(stop)))
+        self._check(first, last)
+        return first, last
+
+    def _now(self, work: Callable[[int, memoryview], None], start: int, buffer: torch.Tensor) -> None:
+        """Wait for it; what is one block is done by this thread."""
+        if buffer.numel() <= self.queue.block_bytes - start % self.queue.block_bytes:
+            work(start, memoryview(buffer.numpy().data))
+        else:
+            self._start(work, start, buffer).wait()
 
     # -- on the queue's threads --------------------------------------------------------------------------
 

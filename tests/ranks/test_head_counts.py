@@ -1,0 +1,175 @@
+"""Forwards that count heads for themselves: refused at the first batch if a part of the features makes other heads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import split_models
+import torch
+from split_models import TENSOR, Transformer, tokens
+from torch import nn
+from torch.nn import functional
+from twins import adamw
+
+import shardwise as sw
+from shardwise.errors import ModelError
+from shardwise.tensor.views import View, difference
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+WIDTH, HEADS, SIZE = 24, 4, 6
+Heads = Callable[[nn.Module, Tensor], Any]
+Back = Callable[[Tensor, Tensor], Tensor]
+
+
+def fused_by_literal(_: nn.Module, qkv: Tensor) -> Any:
+    return qkv.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+
+
+def chunks_by_literal(_: nn.Module, qkv: Tensor) -> Any:
+    rows, length = qkv.shape[:2]
+    return [part.view(rows, length, HEADS, -1).transpose(1, 2) for part in qkv.chunk(3, -1)]
+
+
+def tokens_take_up_what_is_missing(_: nn.Module, qkv: Tensor) -> Any:
+    return [part.reshape(part.shape[0], -1, HEADS, SIZE).transpose(1, 2) for part in qkv.chunk(3, -1)]
+
+
+def fused_by_width(_: nn.Module, qkv: Tensor) -> Any:
+    return qkv.unflatten(-1, (3, -1, SIZE)).permute(2, 0, 3, 1, 4)
+
+
+def chunks_by_width(_: nn.Module, qkv: Tensor) -> Any:
+    rows, length = qkv.shape[:2]
+    return [part.view(rows, length, -1, SIZE).transpose(1, 2) for part in qkv.chunk(3, -1)]
+
+
+def by_an_attribute(module: nn.Module, qkv: Tensor) -> Any:
+    return [torch.unflatten(part, -1, (module.num_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)]
+
+
+def plainly(mixed: Tensor, x: Tensor) -> Tensor:
+    return mixed.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)
+
+
+class Attention(split_models.Attention):
+    def __init__(self, heads: Heads) -> None:
+        super().__init__(WIDTH, HEADS)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.heads(self, self.qkv(x))
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        out: Tensor = self.out(plainly(mixed, x))
+        return out
+
+
+def model(heads: Heads) -> Transformer:
+    torch.manual_seed(0)
+    built = Transformer()
+    for block in built.blocks:
+        block.attn = Attention(heads)
+    for param in built.parameters():
+        if param.dim() > 1:
+            nn.init.normal_(param, std=0.1)
+    return built
+
+
+def run(heads: Heads, tensor: dict[str, Any], num_ranks: int = 2) -> list[list[float]]:
+    models = [model(heads) for _ in range(num_ranks)]
+    plan = {"preset": "zero3", "mesh": {"tp": num_ranks}, "tensor": tensor}
+
+    def rank(world: sw.World) -> list[float]:
+        mine = models[world.rank]
+        with sw.shard(mine, plan, optimizer=adamw(mine), world=world) as engine:
+            losses = []
+            for step in range(2):
+                loss = engine(tokens(step))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            return losses
+
+    return run_ranks(num_ranks, rank)
+
+
+UNDIVIDED = {key: value for key, value in TENSOR.items() if key != "divide"}
+WITHOUT_PARTS = copy.deepcopy(UNDIVIDED)
+WITHOUT_PARTS["plan"]["blocks.*.attn.qkv"] = "column"
+
+
+@pytest.mark.parametrize(
+    ("heads", "tensor", "said"),
+    [
+        (fused_by_literal, UNDIVIDED, r"as \[4, 12, 3, 4, 6\].*\[4, 12, 36\], as \[4, 12, 3, 4, 3\]"),
+        (chunks_by_literal, UNDIVIDED, r"as \[4, 12, 4, 3\]"),
+        (tokens_take_up_what_is_missing, UNDIVIDED, r"as \[4, 6, 4, 6\]"),
+        (by_an_attribute, UNDIVIDED, r"tensor.divide"),
+        (fused_by_width, WITHOUT_PARTS, r"or fused matrices by parts"),
+    ],
+    ids=["fused", "chunks", "tokens", "attribute", "parts"],
+)
+def test_a_number_of_heads_in_a_forward_is_refused_at_the_first_batch(
+    heads: Heads, tensor: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match=rf"blocks.0.attn views .*{said}"):
+        run(heads, tensor)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tensor", "num_ranks"),
+    [
+        (fused_by_width, UNDIVIDED, 2),
+        (chunks_by_width, UNDIVIDED, 3),
+        (by_an_attribute, {**UNDIVIDED, "divide": {"blocks.*.attn": ["num_heads"]}}, 4),
+        (chunks_by_width, {**UNDIVIDED, "sequence": True}, 2),
+    ],
+    ids=["fused", "uneven chunks", "attribute", "sequence"],
+)
+def test_what_takes_the_heads_that_are_there_is_left_alone(
+    heads: Heads, tensor: dict[str, Any], num_ranks: int
+) -> None:
+    twin, expected = model(heads), []
+    optimizer = adamw(twin)
+    for step in range(2):
+        loss = twin(tokens(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for losses in run(heads, tensor, num_ranks):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+WHOLE = (2, 8, 768)
+RIGHT: list[tuple[tuple[int, ...], ...]] = [
+    # uncut: from, to; cut: from, to
+    ((2, 8, 768), (2, 8, 12, 64), (2, 8, 384), (2, 8, 6, 64)),
+    ((2, 8, 2304), (2, 8, 3, 12, 64), (2, 8, 1152), (2, 8, 3, 6, 64)),
+    ((2, 8, 768), (16, 768), (2, 8, 384), (16, 384)),
+    ((2, 8, 12, 64), (2, 8, 768), (2, 8, 6, 64), (2, 8, 384)),
+    ((2, 4, 3, 8, 64), (2, 12, 8, 64), (2, 2, 3, 8, 64), (2, 6, 8, 64)),
+    ((2, 12, 8, 64), (24, 8, 64), (2, 6, 8, 64), (12, 8, 64)),
+    ((2, 8, 64), (2, 8, 32, 2), (2, 8, 32), (2, 8, 16, 2)),
+    ((2, 8, 2, 64), (2, 8, 128), (2, 8, 1, 64), (2, 8, 64)),
+    ((1, 1, 128), (1, 1, 2, 64), (1, 1, 64), (1, 1, 1, 64)),
+    ((2, 8, 64), (2, 8, 64), (2, 4, 64), (2, 4, 64)),
+]
+WRONG: list[tuple[tuple[int, ...], ...]] = [
+    ((2, 8, 768), (2, 8, 12, 64), (2, 8, 384), (2, 8, 12, 32)),
+    ((2, 8, 768), (2, 8, 12, 64), (2, 8, 384), (2, 4, 12, 64)),
+    ((2, 8, 768), (16, 12, 64), (2, 8, 384), (8, 12, 64)),
+    ((2, 8, 768), (2, 8, 64, 12), (2, 8, 384), (2, 8, 64, 6)),
+    ((2, 8, 768), (2, 8, 12, 64), (2, 8, 768), (2, 8, 6, 128)),
+]
+
+
+@pytest.mark.parametrize("shapes", RIGHT + WRONG, ids=str)
+def test_views_of_parts(shapes: tuple[tuple[int, ...], ...]) -> None:
+    source, target, own_source, own_target = shapes
+    said = difference([View("attn", source, target)], [View("attn", own_source, own_target)], {1, 3})
+    assert bool(said) == (shapes in WRONG)
+    assert difference([View("attn", source, target)], [], {1}) == ""  # another way through the model
