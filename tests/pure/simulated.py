@@ -29,6 +29,8 @@ class _Flat:
     grads: list[str] = field(default_factory=list)
     on_the_way: dict[str, tuple[Action, Callable[[], str], str | None]] = field(default_factory=dict)
     """By what is made: by whom, how it is worked out, and what it is already if it was done at once."""
+    reads_fresh: bool = False
+    """Whether what is on its way to become a sum is made of fresh gradients."""
 
 
 def simulate(program: Program, units: tuple[UnitSpec, ...], is_late: Iterator[bool]) -> tuple[object, ...]:
@@ -113,17 +115,25 @@ def _do(flat: _Flat, action: Action, *, late: bool) -> None:
             began = flat.buffers.get("sum")
             of = "fresh" if began is None else "sum"
             flat.buffers.setdefault("sum", GARBAGE)
+            flat.reads_fresh = of == "fresh"
             _start(flat, "sum", action, lambda: f"({_stored(flat, of, began)} {what})", late=late)
         case "wait", "sum":
             _finish(flat, "sum")
-            flat.buffers.pop("fresh", None)
+            _let_go(flat)
         case "wait", "grad":
             _finish(flat, "sum")
-            flat.buffers.pop("fresh", None)
+            _let_go(flat)
             flat.grads.append(_read(flat, "sum"))
             del flat.buffers["sum"]
         case _:
             raise AssertionError(action)
+
+
+def _let_go(flat: _Flat) -> None:
+    """What has been read of fresh gradients is needed no more. Others may have come while a sum of it went on."""
+    if flat.reads_fresh:
+        flat.buffers.pop("fresh", None)
+    flat.reads_fresh = False
 
 
 def _stored(flat: _Flat, buffer: str, began: str | None) -> str:
