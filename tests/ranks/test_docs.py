@@ -207,6 +207,7 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/deferred-init.md", 1): Setting(a_language_model),
     ("docs/deferred-init.md", 2): Setting(),
     ("docs/deferred-init.md", 3): Setting(a_language_model, instead={"=100": "=2"}),
+    ("docs/deferred-init.md", 4): Setting(a_language_model),
     ("docs/checkpoints.md", 0): Setting(a_loop, instead={"...": "engine.backward(engine(batch))", "% 100": "% 2"}),
     ("docs/checkpoints.md", 1): Setting(an_engine, num_ranks=8),
     ("docs/convert.md", 0): Setting(an_engine),
