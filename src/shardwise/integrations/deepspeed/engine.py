@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -14,9 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardwise import Engine, Plan
+from shardwise import Engine
 from shardwise.errors import CheckpointError, StateError
 from shardwise.integrations.deepspeed.config import Reading
+from shardwise.integrations.deepspeed.facts import Facts
 
 LATEST = "latest"
 """The file that names the newest tag of a folder, as DeepSpeed's."""
@@ -33,7 +33,7 @@ class Scheduler(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(Facts, nn.Module):
     """A model on shardwise's engine, called as DeepSpeed's is. Made by `initialize`.
 
     `backward` and `step` are called once per micro-batch; every `gradient_accumulation_steps`-th step updates, takes
@@ -74,100 +74,6 @@ class DeepSpeedEngine(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
-
-    # -- what it is ---------------------------------------------------------------------------------------
-
-    @property
-    def config(self) -> Plan:
-        """The plan that the config became."""
-        return self.shardwise.plan
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.module.parameters()).device
-
-    @property
-    def world_size(self) -> int:
-        return self.shardwise.world.size
-
-    @property
-    def global_rank(self) -> int:
-        return self.shardwise.world.rank
-
-    @property
-    def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def dp_world_size(self) -> int:
-        return self._reading.num_replicas
-
-    @property
-    def cur_scale(self) -> float:
-        """The present loss scale; 1 but in fp16."""
-        scaler = self.shardwise.scaler
-        return 1.0 if scaler is None else scaler.scale
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was not taken because of an overflow."""
-        return self._last_was_skipped
-
-    def train_batch_size(self) -> int:
-        return self._reading.global_batch
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self._reading.micro_batch
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._reading.accumulate
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
-    def zero_optimization_stage(self) -> int:
-        return self._reading.stage
-
-    def zero_optimization(self) -> bool:
-        return self._reading.stage > 0
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self._reading.stage == 3
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self._reading.stage >= 2
-
-    def fp16_enabled(self) -> bool:
-        return self.shardwise.plan.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self.shardwise.plan.precision == "bf16"
-
-    def gradient_clipping(self) -> float:
-        return self.shardwise.plan.clip_grad_norm or 0.0
-
-    def dynamic_loss_scale(self) -> bool:
-        return self.shardwise.plan.loss_scale.dynamic
-
-    def get_global_grad_norm(self) -> float | None:
-        """Of the last step, before clipping. On a GPU to ask is to wait for it."""
-        return self.shardwise.gradient_norm
-
-    def get_lr(self) -> list[float]:
-        return [float(group["lr"]) for group in self._groups()]
-
-    def get_type(self) -> list[str]:
-        return [type(self.optimizer).__name__ for _ in self._groups()]
-
-    def get_mom(self) -> list[Any]:
-        return [group.get("betas", group.get("momentum")) for group in self._groups()]
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` updated parameters."""
-        return self.micro_steps % self._reading.accumulate == 0 and not self._last_was_skipped
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
 
     # -- training -----------------------------------------------------------------------------------------
 
