@@ -1,0 +1,113 @@
+"""What a `DeepSpeedEngine` says of itself: sizes, settings, rates, the last step."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from shardwise import Engine, Plan
+from shardwise.integrations.deepspeed.config import Reading
+
+
+class Facts:
+    """Part of `DeepSpeedEngine`, which makes what is named here."""
+
+    shardwise: Engine
+    optimizer: torch.optim.Optimizer | None
+    micro_steps: int
+    _reading: Reading
+    _last_was_skipped: bool
+
+    @property
+    def config(self) -> Plan:
+        """The plan that the config became."""
+        return self.shardwise.plan
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.shardwise.module.parameters()).device
+
+    @property
+    def world_size(self) -> int:
+        return self.shardwise.world.size
+
+    @property
+    def global_rank(self) -> int:
+        return self.shardwise.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def dp_world_size(self) -> int:
+        return self._reading.num_replicas
+
+    @property
+    def cur_scale(self) -> float:
+        """The present loss scale; 1 but in fp16."""
+        scaler = self.shardwise.scaler
+        return 1.0 if scaler is None else scaler.scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was not taken because of an overflow."""
+        return self._last_was_skipped
+
+    def train_batch_size(self) -> int:
+        return self._reading.global_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._reading.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._reading.accumulate
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def zero_optimization_stage(self) -> int:
+        return self._reading.stage
+
+    def zero_optimization(self) -> bool:
+        return self._reading.stage > 0
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self._reading.stage == 3
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self._reading.stage >= 2
+
+    def fp16_enabled(self) -> bool:
+        return self.shardwise.plan.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.shardwise.plan.precision == "bf16"
+
+    def gradient_clipping(self) -> float:
+        return self.shardwise.plan.clip_grad_norm or 0.0
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.shardwise.plan.loss_scale.dynamic
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step, before clipping. On a GPU to ask is to wait for it."""
+        return self.shardwise.gradient_norm
+
+    def get_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_type(self) -> list[str]:
+        return [type(self.optimizer).__name__ for _ in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated parameters."""
+        return self.micro_steps % self._reading.accumulate == 0 and not self._last_was_skipped
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
