@@ -156,7 +156,7 @@ class Engine(EngineTraining):
 
     @property
     def gradient_norm(self) -> float | None:
-        """The global 2-norm before clipping, of the last step; infinite where it overflowed and was not taken.
+        """The global 2-norm before clipping, of the last step; not finite where it overflowed and was not taken.
 
         On a GPU to ask is to wait for it.
         """
@@ -194,8 +194,8 @@ class Engine(EngineTraining):
         """Clip if the plan says so, update, and drop the gradients. All ranks call.
 
         Returns the global gradient norm before clipping; `None` where the plan accumulates and this was
-        not the last micro-batch, so that nothing was updated. In fp16 it is infinite if a gradient
-        overflowed on some rank: no rank has updated anything then, and the loss scale may have been halved.
+        not the last micro-batch, so that nothing was updated. In fp16 it is not finite (inf or nan) if a
+        gradient overflowed on some rank: no rank has updated anything then, and the loss scale may have been halved.
         On a GPU the norm is a number that waits for the device when somebody looks at it (`float(norm)`,
         `f"{norm:.2f}"`, a comparison), and not before; in fp16, and on a CPU, it is a float.
         """
