@@ -229,15 +229,15 @@ def test_forwards_that_no_pipeline_can_run_are_refused_in_the_first_step(kind: A
 
 
 class Failing(nn.Linear):
-    """Does something on purpose in its third forward."""
+    """Does something on purpose in its third forward, or another one."""
 
-    def __init__(self, what: Any) -> None:
+    def __init__(self, what: Any, first: int = 3) -> None:
         super().__init__(4, 4)
-        self.what, self.num_calls = what, 0
+        self.what, self.num_calls, self.first = what, 0, first
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
-        if self.num_calls == 3:
+        if self.num_calls == self.first:
             self.what()
         return super().forward(x)
 
@@ -272,6 +272,32 @@ def test_a_stage_that_raises_is_named_on_every_rank(place: int, schedule: str) -
         assert said[other].kind == "raised"
         assert said[other].ranks == (place,)
         assert "on purpose" in str(said[other])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_step_that_follows_the_whole_schedule_and_is_cut_short(schedule: str) -> None:
+    """In the fifth step, two stages of two ranks under ZeRO-3: gathers and reductions of other passes are under way."""
+    said: dict[int, BaseException] = {}
+    firsts = [1000, 1000, 4 * 4 + 3, 1000]
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Failing(fail, first), nn.Tanh()) for first in firsts]
+    mesh = {"preset": "zero3", "mesh": {"pp": 2, "dp": 2}, "accumulate": 4, "pipeline": {"schedule": schedule}}
+
+    def rank(world: sw.World) -> None:
+        mine = models[world.rank]
+        try:
+            with sw.shard(mine, mesh, optimizer=torch.optim.SGD(mine.parameters(), lr=0.1), world=world) as engine:
+                for _ in range(5):
+                    engine.train_step(torch.ones(4, 4), torch.ones(4, 4), loss_fn=F.mse_loss)
+        except BaseException as error:
+            said[world.rank] = error
+            raise
+
+    with pytest.raises((InjectedError, FaultError)):
+        run_ranks(4, rank)
+    assert isinstance(said[2], InjectedError)
+    for other in (0, 1, 3):
+        assert isinstance(said[other], FaultError), said[other]
+        assert said[other].ranks == (2,)
 
 
 def test_a_stage_that_stalls_ends_the_job_at_the_timeout_by_name() -> None:
