@@ -124,7 +124,7 @@ class State:
         def before_change() -> None:
             sharded.runner.step.open_params()
             if sharded.disk is not None:
-                sharded.disk.begin_change()
+                sharded.disk.begin_replacing()
 
         loaded = load(
             path, content(sharded), sharded.optimizer, sharded.world, self.remembered, before_change=before_change

@@ -251,3 +251,32 @@ def test_a_change_of_plan_that_fails_leaves_the_new_folder_to_others(
     replicas = [Transformer() for _ in range(2)]
     run_ranks(2, rank)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_byte_that_has_changed_on_the_disk_is_found(tmp_path: Path) -> None:
+    """By whoever reads it between steps, and by the next step; what a checkpoint has is good."""
+    torch.manual_seed(0)
+    replica, data = Transformer(), batches(4, rows=6)
+
+    def rank(world: sw.World) -> None:
+        plan = {"preset": "infinity", "disk": str(tmp_path / "scratch"), "disk_checksums": True}
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            train(engine, data[:2])
+            engine.save(tmp_path / "saved")
+            unit = next(unit for unit in engine._sharded.sharding.units if unit.spec.name == "blocks.1")
+            rows = unit.flats[0].rows
+            assert rows is not None
+            handle = rows.file.descriptor()
+            file = os.open(f"/proc/self/fd/{handle}", os.O_RDWR)
+            byte = os.pread(file, 1, 1000)
+            os.pwrite(file, bytes([byte[0] ^ 4]), 1000)
+            os.fsync(file)
+            os.close(file)
+            with pytest.raises(TierError, match=r"at byte 0 of .*rows-\d+ are not what was written there"):
+                engine.optimizer_state_dict()
+            with pytest.raises(TierError, match="the checksum differs"):
+                train(engine, data[2:3])
+            assert engine.resume(tmp_path / "saved") is not None
+            train(engine, data[2:])
+
+    run_ranks(1, rank)

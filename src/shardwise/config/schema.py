@@ -253,6 +253,9 @@ class Plan(Strict):
     disk: str | None = Field(
         default=None, description="folder on a local disk, of this job alone, for rows on tier disk"
     )
+    disk_checksums: bool = Field(
+        default=False, description="what is written to the disk is summed up, and compared when it is read again"
+    )
     activations: Activations = Field(
         default=Activations(), description="what becomes of what forwards save for backwards"
     )

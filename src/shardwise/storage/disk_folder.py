@@ -42,6 +42,7 @@ def open_disk(
             own = world.rank_device if device.type == world.rank_device.device.type != "cpu" else None
             disk = DiskMemory(folder, world.rank, own, _queue_for(folder))
         assert disk is not None
+        disk.has_checksums = plan.disk_checksums
         disk.folder.check_room(sum(of_ranks[-num_local:]))  # of as many as a host has, those that want most
     except (ConfigError, TierError) as error:
         why = str(error)

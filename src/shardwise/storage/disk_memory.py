@@ -145,6 +145,8 @@ class DiskMemory:
         self._is_torn = False
         """Whether a step or a resume has begun to change what is here, and has not come to its end."""
         self._num_made = 0
+        self.has_checksums = False
+        """Whether what is written to files that are made from here on is compared when it is read."""
 
     def count_with(self, meter: ByteMeter) -> None:
         """Rows of a plan are to come here, and to be counted by `meter`. Those of the plan before stay until
@@ -166,8 +168,7 @@ class DiskMemory:
 
     def rows(self, name: str, num_bytes: int, resting_bytes: int = 0, *, is_updated: bool = True) -> DiskRows:
         """A file of zeros for the flat buffer `name`, the first `resting_bytes` for parameters that rest there."""
-        rows = DiskRows(name, self.folder.create(f"rows-{self._num_made}", num_bytes, self._queue), resting_bytes)
-        self._num_made += 1
+        rows = DiskRows(name, self.file("rows", num_bytes), resting_bytes)
         self._every.append(rows)
         if is_updated:
             self._rows.append(rows)
@@ -180,7 +181,8 @@ class DiskMemory:
     def file(self, name: str, num_bytes: int) -> DiskFile:
         """A file of its own in the folder, for whoever asks, who counts and closes it."""
         self._num_made += 1
-        return self.folder.create(f"{name}-{self._num_made - 1}", num_bytes, self._queue)
+        path = f"{name}-{self._num_made - 1}"
+        return self.folder.create(path, num_bytes, self._queue, checksums=self.has_checksums)
 
     # -- a pass -----------------------------------------------------------------------------------------
 
@@ -228,6 +230,12 @@ class DiskMemory:
     def begin_change(self) -> None:
         """What is here is not of one step until `settle`."""
         self._is_torn = True
+
+    def begin_replacing(self) -> None:
+        """All that is here is about to be replaced, and need not be what was written, until `settle`."""
+        self.begin_change()
+        for rows in self._every:
+            rows.file.forget_checksums()
 
     def settle(self) -> None:
         """All is on the disk: a step, or what replaces everything, is at its end."""

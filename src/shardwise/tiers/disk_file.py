@@ -113,6 +113,11 @@ class DiskFile:
         finally:
             os.close(reader)
 
+    def forget_checksums(self) -> None:
+        """What is there now is compared no more; what is written from here on is."""
+        if self._sums is not None:
+            self._sums.clear()
+
     def descriptor(self) -> int:
         """Of the open file, for advice to the kernel. It goes when the file is closed."""
         self._require_open()
