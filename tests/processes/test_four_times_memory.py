@@ -13,7 +13,7 @@ import pytest
 from tests.thorough import THOROUGH
 
 SCRIPT = Path(__file__).with_name("four_times_memory.py")
-NUMEL = 48 * 768**2
+NUMEL = 96 * 768**2
 MODEL_BYTES = (2 + 12) * NUMEL
 """Parameters in bf16; masters and two moments in fp32."""
 GATHERED_BYTES = 3 * 2 * 768**2

@@ -91,7 +91,7 @@ def race(model: nn.Module, preset: str, mesh: dict[str, int], **wishes: Any) -> 
     return run
 
 
-@one_in(8)
+@one_in(12)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("kind", ["accumulated", "recomputed", "frozen", "lamb"])
 def test_loops(kind: str, preset: str) -> None:

@@ -46,7 +46,7 @@ GRID = {"node": 2, "local": 2}
 ON_HOST = [("offload", 2, None), ("zero3-offload", 2, None)]
 PRESETS = [*PRESETS_2, ("hsdp", 4, GRID), ("hpz", 4, GRID), *ON_HOST]
 IDS = [name for name, *_ in PRESETS]
-NUM_MODELS = drawn(10, 200)
+NUM_MODELS = drawn(6, 200)
 Step = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
 
 

@@ -92,7 +92,7 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
     assert not bad, "\n".join(bad)
 
 
-NUM_ORDERS = drawn(25, 200)
+NUM_ORDERS = drawn(15, 140)
 TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_WHERE_SHARDED)]
 
 

@@ -92,7 +92,7 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=drawn(6, 60), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=drawn(4, 40), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     shape=SHAPES,
     mesh=st.sampled_from(MESHES),

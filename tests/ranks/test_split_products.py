@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(7)
+pytestmark = one_in(11)
 
 NUM_STEPS = 3
 CUT = {**TENSOR, "plan": {**TENSOR["plan"], "tokens": "vocabulary"}}

@@ -103,7 +103,7 @@ def runs(draw: Any) -> tuple[Shape, dict[str, Any]]:
 
 @pytest.mark.timeout(900)
 @settings(
-    max_examples=drawn(4, 40),
+    max_examples=drawn(3, 30),
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
