@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 
 import shardwise as sw  # noqa: E402
 
-WIDTH, LAYERS, NUM_STEPS = 768, 96, 2
+WIDTH, LAYERS, NUM_STEPS = 768, 48, 3
 
 
 def data_bytes() -> int:
