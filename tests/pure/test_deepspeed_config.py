@@ -110,6 +110,20 @@ REFUSED = {
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
         'Add "offload_optimizer"',
     ),
+    "a share of parameters on nvme": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+                "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+            }
+        },
+        "ratio is 0.5, which is for device cpu",
+    ),
+    "a share of states on nvme": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n", "ratio": 0.5}}},
+        "ratio is 0.5, which is for device cpu",
+    ),
     "nvme without a folder": (
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
         "needs one nvme_path",
@@ -215,3 +229,8 @@ def test_a_launch_that_cannot_be_meant(
     (tmp_path / "train.py").touch()
     assert main(["launch", "--as-deepspeed", *arguments, str(tmp_path / "train.py")]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_world_of_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="There are 0 ranks"):
+        read_config({}, world_size=0)

@@ -152,6 +152,30 @@ def test_whole_tensors_of_a_parameter(tmp_path: Path) -> None:
     assert float(saved["blocks.0.up.weight"][0, 0]) == 3.0
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_backwards_of_other_kinds(stage: int) -> None:
+    """A graph that is kept for a second backward, and a loss that is not divided by the micro-batches."""
+    torch.manual_seed(0)
+    model, tokens = Transformer(), batches(1)[0]
+    twin = copy.deepcopy(model)
+    torch.stack([loss_of(twin, tokens[0, rank]) for rank in range(RANKS)]).mean().backward()
+    models = [copy.deepcopy(model) for _ in range(RANKS)]
+    config = {**CONFIG, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=models[world.rank], config=config, world=world)
+        weight, theirs = engine.module.blocks[0].up.weight, twin.blocks[0].up.weight
+        loss = loss_of(engine, tokens[0, world.rank])
+        engine.backward(loss, retain_graph=True)
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(weight), theirs.grad / GAS)
+        engine.zero_grad()
+        engine.backward(loss, scale_wrt_gas=False)
+        torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(weight), theirs.grad)
+        engine.destroy()
+
+    run_ranks(RANKS, rank_of)
+
+
 def test_a_model_that_is_never_whole() -> None:
     def rank_of(world: sw.World) -> float:
         torch.manual_seed(3)

@@ -25,7 +25,7 @@ VERBS = {
     "explain": ("shardwise.cli.explain", "print the table and the program that a plan becomes"),
     "bench": ("shardwise.cli.bench", "measure disks, memory and links; in a checkout, race the peers"),
     "inspect": ("shardwise.cli.inspect", "print what is in a checkpoint, whoever wrote it"),
-    "convert": ("shardwise.cli.convert", "write a checkpoint in another format"),
+    "convert": ("shardwise.cli.convert", "write a checkpoint in another format, or a DeepSpeed config as a plan"),
     "doctor": ("shardwise.cli.doctor", "check this machine, and say how to mend what is wrong"),
 }
 

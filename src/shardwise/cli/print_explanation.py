@@ -170,7 +170,7 @@ def _says_nothing(path: str, value: object, plan: Plan) -> bool:
         return "tp" not in (plan.mesh or {}) or value is None or value == {}
     if path.startswith("activations."):
         return plan.activations.policy is None or (value is None and plan.activations.policy != "selective")
-    return path in ("rules", "resident_below") or (value is None and path != "mesh")
+    return path in ("rules", "resident_below", "disk_checksums") or (value is None and path != "mesh")
 
 
 def _table_grid(table: Table) -> Grid:

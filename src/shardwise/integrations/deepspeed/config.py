@@ -107,6 +107,8 @@ def read_config(
     one a field is as if it had not been set, and noted. Raises `ConfigError` for fields that contradict each other, and
     for those whose wish cannot be granted; the message names all of the latter at once.
     """
+    if world_size < 1:
+        raise ConfigError(f"There are {world_size} ranks; a config is read for one or more.")
     values, notes = _sorted_out(load_config(source), auto or {})
     plan: dict[str, Any] = {}
     _set_precision(plan, values)
@@ -292,7 +294,12 @@ def _set_offload(plan: dict[str, Any], values: _Values, stage: int) -> None:
             "zero_optimization.offload_param without offload_optimizer: parameters rest on the host only where their "
             'states do. Add "offload_optimizer": {"device": "cpu"}.'
         )
-    if optim == "host" and ratio < 1:
+    if ratio < 1 and "disk" in (optim, param):
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.ratio is {ratio:g}, which is for device cpu. For shares of a disk "
+            f"give a plan of shardwise offload: {{optim: {ratio:g}, optim_disk: {ratio:g}}}."
+        )
+    if ratio < 1:
         plan["offload"] = {"optim": float(ratio), "param": float(ratio) if param else 0.0}
         return
     _edit(plan, "optim", tier=optim)

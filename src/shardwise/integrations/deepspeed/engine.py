@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -17,6 +18,7 @@ from shardwise import Engine
 from shardwise.errors import CheckpointError, StateError
 from shardwise.integrations.deepspeed.config import Reading
 from shardwise.integrations.deepspeed.facts import Facts
+from shardwise.safe_files import read_text
 
 LATEST = "latest"
 """The file that names the newest tag of a folder, as DeepSpeed's."""
@@ -276,12 +278,9 @@ class _Counters:
 
 def _latest(folder: Path) -> str | None:
     """The tag that `folder/latest` names; a plain name, so that it leads nowhere else."""
-    try:
-        name = (folder / LATEST).read_text()[:4096].strip()
-    except FileNotFoundError:
+    if not os.path.lexists(folder / LATEST):
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / LATEST} cannot be read: {error}.") from error
+    name = read_text(folder / LATEST).strip()
     if not name or name in (".", "..") or "/" in name or "\0" in name:
         raise CheckpointError(f"{folder / LATEST} names {name!r}, which is no folder in it.")
     return name

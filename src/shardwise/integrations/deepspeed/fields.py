@@ -1,7 +1,7 @@
 """What each field of a `ds_config.json` becomes: names and defaults as in DeepSpeed 0.19.
 
-A field is honoured, not needed here, had elsewhere, or refused where it is set to anything but its default. A test
-compares names and defaults with DeepSpeed's own classes.
+A field is honoured, not needed here, had elsewhere, or refused where it is set to anything but its default. Where
+DeepSpeed is installed, tests/extras/test_deepspeed_facts.py compares names and defaults with its own classes.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ REFUSED_SECTIONS = {
     "sparse_attention": "the model itself says how it attends",
     "eigenvalue": "it belongs to quantize_training",
     "elasticity": "the global batch stays what the plan says at any world size",
-    "activation_checkpointing": "wrap blocks with torch.utils.checkpoint, or let the model do so",
+    "activation_checkpointing": "say activations: recompute, or offload, in a plan of shardwise (docs/activations.md)",
 }
 """Sections that change what is computed or held, refused unless they say `enabled: false` or nothing at all."""
 
