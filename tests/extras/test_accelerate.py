@@ -69,6 +69,7 @@ def test_uneven_inputs_are_refused() -> None:
         on_ranks(2, jobs.refused, "uneven")
 
 
+ON_HOST = {"optim": {"tier": "host"}, "grad": {"tier": "host"}}
 FILES = {
     "ddp": ({"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "bf16"}, {"preset": "ddp"}),
     "full shard": (
@@ -88,11 +89,29 @@ FILES = {
     ),
     "stage 2, offloaded": (
         {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_device": "cpu", "zero_stage": 2}},
-        {"preset": "offload"},
+        {"preset": "zero2", "rows": ON_HOST},
     ),
     "stage 3, offloaded": (
         {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu"}},
-        {"preset": "zero3-offload"},
+        {"preset": "zero3", "rows": ON_HOST},
+    ),
+    "stage 1, offloaded": (
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 1, "offload_optimizer_device": "cpu"}},
+        {"preset": "zero1", "rows": {"optim": {"tier": "host"}}},
+    ),
+    "no stage, on a disk": (
+        {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/nvme"},
+        },
+        {"preset": "zero2", "rows": {"optim": {"tier": "disk"}, "grad": {"tier": "host"}}, "disk": "/nvme"},
+    ),
+    "stage 3, parameters too": (
+        {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"},
+        },
+        {"preset": "zero3", "rows": {**ON_HOST, "param": {"tier": "host"}}},
     ),
 }
 
@@ -135,6 +154,7 @@ def test_what_a_file_says_besides_is_listed(tmp_path: Path) -> None:
         ("distributed_type: MEGATRON_LM", "is no job of ranks here"),
         ("distributed_type: FSDP\nnum_machines: 2", "starts ranks of one host"),
         ("distributed_type: [", "cannot be read"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}", "there are 0, 1, 2 and 3"),
     ],
 )
 def test_a_file_that_is_none(text: str, sentence: str, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,17 @@ from typing import Any
 import yaml
 
 from shardwise.errors import ConfigError
+from shardwise.integrations.deepspeed.config import read_config
 
 _STRATEGIES = {
     "FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero3-kept", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp",
     "1": "zero3", "2": "zero3-kept", "3": "ddp", "4": "hsdp", "TRUE": "zero3", "FALSE": "zero3-kept",
 }  # fmt: skip
-_STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+_OFFLOADED = {
+    f"offload_{what}_{name}": (f"offload_{what}", name)
+    for what in ("optimizer", "param")
+    for name in ("device", "nvme_path")
+}
 _KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "FSDP", "DEEPSPEED")
 _OFF: tuple[Any, ...] = (None, False, "no", "none", "None", "NO", "", {}, 0)
 _NEEDLESS = {
@@ -66,12 +71,14 @@ def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:
         if value not in _OFF:
             found.environment[_VARIABLES[key]] = str(value).lower()
     elif key in ("fsdp_config", "deepspeed_config"):
-        wanted = key == f"{kind.lower()}_config"
-        for inner, one in (value or {}).items():
-            if not wanted:
-                found.not_understood.append(f"{key}.{inner}: distributed_type is {kind}")
-            else:
-                (_take_fsdp if key == "fsdp_config" else _take_deepspeed)(found, str(inner), one)
+        inner = dict(value or {})
+        if key != f"{kind.lower()}_config":
+            found.not_understood += [f"{key}.{name}: distributed_type is {kind}" for name in inner]
+        elif key == "deepspeed_config":
+            _take_deepspeed(found, inner)
+        else:
+            for name, one in inner.items():
+                _take_fsdp(found, str(name), one)
     elif key == "num_processes":
         found.nproc = int(value)
     elif key == "main_process_port":
@@ -80,8 +87,8 @@ def _take(found: AccelerateConfig, key: str, value: Any, kind: str) -> None:
         if value not in (*_OFF, "all"):
             found.environment["CUDA_VISIBLE_DEVICES"] = str(value)
     elif key == "dynamo_config":
-        for inner, one in (value or {}).items():
-            _take(found, str(inner), one, kind)
+        for name, one in (value or {}).items():
+            _take(found, str(name), one, kind)
     elif key != "distributed_type" and key not in _NEEDLESS and value not in _OFF:
         found.not_understood.append(f"{key}: {value}")
 
@@ -124,27 +131,21 @@ def _take_units(found: AccelerateConfig, key: str, value: Any, rule: Callable[[s
         found.not_understood.append(f"{key}: {value} (units: takes one class)")
 
 
-def _take_deepspeed(found: AccelerateConfig, key: str, value: Any) -> None:
-    preset = found.plan["preset"]
-    if key == "zero_stage":
-        if int(value) not in _STAGES:
-            raise ConfigError(f"deepspeed_config.zero_stage is {value}; stages are 0 to 3.")
-        stage = _STAGES[int(value)]
-        found.plan["preset"] = {"cpu": _offloaded(stage), "disk": "infinity"}.get(preset, stage)
-    elif key == "offload_optimizer_device" and value == "cpu":
-        found.plan["preset"] = "cpu" if preset == "ddp" else _offloaded(preset)
-    elif key == "offload_optimizer_device" and value == "nvme":
-        found.plan["preset"] = "disk" if preset == "ddp" else "infinity"
-    elif key == "offload_optimizer_nvme_path":
-        if value not in _OFF:
-            found.plan["disk"] = str(value)
-    elif key in _VARIABLES:
-        _take(found, key, value, "DEEPSPEED")
-    elif key == "gradient_clipping" and value not in _OFF:
-        found.not_understood.append(f"{key}: {value} (the script clips: accelerator.clip_grad_norm_)")
-    elif key not in _NEEDLESS and value not in (*_OFF, "none"):
-        found.not_understood.append(f"{key}: {value}")
-
-
-def _offloaded(stage: str) -> str:
-    return "zero3-offload" if stage.startswith("zero3") else "offload"
+def _take_deepspeed(found: AccelerateConfig, values: Mapping[str, Any]) -> None:
+    """What is DeepSpeed's own is read as a config of DeepSpeed is; Accelerate takes stage 2 where none is said."""
+    zero: dict[str, Any] = {"stage": 2, "stage3_param_persistence_threshold": 0}
+    for key, value in values.items():
+        if key == "zero_stage":
+            zero["stage"] = value
+        elif key in _OFFLOADED:
+            section, name = _OFFLOADED[key]
+            if value not in _OFF:
+                zero.setdefault(section, {})[name] = value
+        elif key in _VARIABLES:
+            _take(found, key, value, "DEEPSPEED")
+        elif key == "gradient_clipping" and value not in _OFF:
+            found.not_understood.append(f"{key}: {value} (the script clips: accelerator.clip_grad_norm_)")
+        elif key not in _NEEDLESS and value not in (*_OFF, "none"):
+            found.not_understood.append(f"{key}: {value}")
+    plan = read_config({"zero_optimization": zero, "gradient_clipping": 0}, world_size=1).plan
+    found.plan |= {key: value for key, value in plan.items() if key != "resident_below"}

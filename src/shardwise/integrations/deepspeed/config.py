@@ -363,7 +363,7 @@ def _set_mesh(plan: dict[str, Any], values: _Values, split: _Split) -> None:
     data = {"dp": -1}
     if mics > 1 or hpz > 1:
         local = max(mics, hpz)
-        if plan["preset"] != "zero3":
+        if values.get("zero_optimization.stage") != 3:
             raise ConfigError("mics_shard_size and zero_hpz_partition_size need stage 3.")
         if split.replicas % local:
             raise ConfigError(f"{split.replicas} data-parallel ranks do not divide by {local}.")
