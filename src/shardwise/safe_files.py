@@ -29,6 +29,7 @@ _PORTABLE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _OPENING = frozenset(b"[{")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_NOT_MARKS = bytes(set(range(256)) - set(b'[]{}"'))
 
 # -- names ------------------------------------------------------------------------------------------------
 
@@ -210,11 +211,19 @@ def parse_json(text: str, name: Path | str, *, max_depth: int = MAX_JSON_DEPTH, 
 def nests_deeper(text: bytes, limit: int) -> bool:
     """Whether brackets nest deeper outside of strings, found without parsing: a parser would recurse."""
     depth = 0
-    for bracket in _STRING.sub(b"", text).translate(None, _NOT_BRACKETS):
+    for bracket in _brackets(text):
         depth += 1 if bracket in _OPENING else -1
         if depth > limit:
             return True
     return False
+
+
+def _brackets(text: bytes) -> bytes:
+    """Those outside of strings. Most strings have none and no escapes: without all else they are two quotes."""
+    if b"\\" in text:
+        return _STRING.sub(b"", text).translate(None, _NOT_BRACKETS)
+    marks = text.translate(None, _NOT_MARKS).replace(b'""', b"")  # which leaves outside what was outside
+    return _STRING.sub(b"", marks).translate(None, _NOT_BRACKETS)
 
 
 def _no_json(name: Path | str, error: ValueError) -> CheckpointError:

@@ -17,7 +17,7 @@ from torch import nn
 from twins import adamw, work_on_ranks
 
 import shardwise as sw
-from shardwise.checkpoint import Keep, checkpoints_in, folder, saver, write
+from shardwise.checkpoint import Keep, checkpoints_in, folder, saver, snapshot, write
 from shardwise.checkpoint.schema import read_index
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.state import content
@@ -294,7 +294,7 @@ def test_a_failure_of_one_rank_is_everybodys(
     where: str, wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two agreements: nobody waits for a rank that has failed by itself."""
-    plain_sized, plain_take = buffers.Stage.sized, write.Snapshot.take
+    plain_sized, plain_take = buffers.Stage.sized, snapshot.Snapshot.take
     armed = threading.Event()
 
     def is_rank_1() -> bool:
@@ -305,10 +305,10 @@ def test_a_failure_of_one_rank_is_everybodys(
             raise MemoryError("not that much")
         return plain_sized(stage, num_bytes)
 
-    def take(snapshot: write.Snapshot) -> None:
+    def take(taken: snapshot.Snapshot) -> None:
         if where == "take" and is_rank_1():
             raise RuntimeError("not that much")
-        plain_take(snapshot)
+        plain_take(taken)
 
     class Thing:
         def state_dict(self) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def test_a_failure_of_one_rank_is_everybodys(
             pass
 
     monkeypatch.setattr(buffers.Stage, "sized", sized)
-    monkeypatch.setattr(write.Snapshot, "take", take)
+    monkeypatch.setattr(snapshot.Snapshot, "take", take)
 
     def work(engine: sw.Engine) -> str:
         engine.remember(thing=Thing())

@@ -17,6 +17,7 @@ from twins import Transformer, batches, work_on_ranks
 import shardwise as sw
 from shardwise.checkpoint import Keep, checkpoints_in, folder, write
 from shardwise.checkpoint.schema import read_index
+from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
 
@@ -83,13 +84,13 @@ def test_a_background_save_is_of_the_moment_it_was_asked_for(tmp_path: Path, mon
 def late(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is copied behind the training's back before this is set."""
     go = threading.Event()
-    plain = write.Snapshot._copy_rest
+    plain = Snapshot._copy_rest
 
-    def held(snapshot: write.Snapshot) -> None:
+    def held(snapshot: Snapshot) -> None:
         assert go.wait(30)
         plain(snapshot)
 
-    monkeypatch.setattr(write.Snapshot, "_copy_rest", held)
+    monkeypatch.setattr(Snapshot, "_copy_rest", held)
     return go
 
 

@@ -1,16 +1,28 @@
-"""Checkpoints: sharded safetensors and a JSON index, published at once, read by any mesh."""
+"""Checkpoints: sharded safetensors and a JSON index, published at once, read by any mesh.
+
+What reads them is imported when it is first used: few jobs resume, and all would wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.codec import encode
 from shardwise.checkpoint.content import Content, Entry, content_of
 from shardwise.checkpoint.folder import checkpoints_in, newest, step_name
 from shardwise.checkpoint.keep import Keep, numbers_of
-from shardwise.checkpoint.load import Loaded, Stateful, find, load
-from shardwise.checkpoint.reshard import TrainingState
+from shardwise.checkpoint.reshard import Held, TrainingState
 from shardwise.checkpoint.saver import Request, Saver
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.load import Loaded, Stateful, find
+    from shardwise.checkpoint.load import load as load_checkpoint
 
 __all__ = [
     "Content",
     "Entry",
+    "Held",
     "Keep",
     "Loaded",
     "Request",
@@ -21,8 +33,16 @@ __all__ = [
     "content_of",
     "encode",
     "find",
-    "load",
+    "load_checkpoint",
     "newest",
     "numbers_of",
     "step_name",
 ]
+
+_IN_LOAD = {"Loaded": "Loaded", "Stateful": "Stateful", "find": "find", "load_checkpoint": "load"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _IN_LOAD:
+        raise AttributeError(f"module 'shardwise.checkpoint' has no attribute {name!r}")
+    return getattr(importlib.import_module("shardwise.checkpoint.load"), _IN_LOAD[name])

@@ -7,10 +7,12 @@ word for is an object with one key that starts with `$`.
 from __future__ import annotations
 
 import base64
+import functools
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,11 @@ def encode(value: Any, where: str = "state") -> Any:
         f"{where} is a {type(value).__name__}, which a checkpoint cannot store: it contains no pickles. Store numbers, "
         f"text, bytes, lists, tuples, dicts, tensors and arrays, or an object's state_dict()."
     )
+
+
+def as_bytes(memories: Mapping[str, Any]) -> bytes:
+    """What `read_document` reads. Raises `ConfigError` naming the place of what cannot be kept."""
+    return json.dumps(encode(dict(memories), "memories")).encode()
 
 
 def decode(value: Any, where: str = "state") -> Any:
@@ -156,6 +163,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.cache
 def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):

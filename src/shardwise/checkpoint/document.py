@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.checkpoint.codec import decode, encode
+from shardwise.checkpoint.codec import decode
 from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.schema import RANK
 from shardwise.errors import CheckpointError
@@ -24,11 +23,6 @@ class Document:
 
     generators: dict[str, Any]
     objects: dict[str, Any]
-
-
-def as_bytes(memories: Mapping[str, Any]) -> bytes:
-    """What `read_document` reads. Raises `ConfigError` naming the place of what cannot be kept."""
-    return json.dumps(encode(dict(memories), "memories")).encode()
 
 
 def read_document(reader: Reader, rank: int) -> Document | None:

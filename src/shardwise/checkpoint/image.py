@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 from shardwise.checkpoint.codec import bytes_tensor, dtype_name
 from shardwise.checkpoint.content import Content, Entry
 from shardwise.checkpoint.index import Chunk, File, block_bytes_of
+from shardwise.checksum import crc32
 from shardwise.errors import CheckpointError
 from shardwise.placement import Box, Span
 from shardwise.storage import DiskRows
@@ -95,6 +95,11 @@ class Image:
         return math.ceil(self.num_bytes / PAGE) * PAGE
 
     @property
+    def has_rows(self) -> bool:
+        """Whether something of it lies on a disk."""
+        return any(rows is not None for rows in self.rows)
+
+    @property
     def without_sources(self) -> Image:
         """The same image, holding on to no memory of the model."""
         return Image(self.name, self.head, self.parts, ())
@@ -116,19 +121,13 @@ class Image:
                 offset=part.offset,
                 num_bytes=part.num_bytes,
                 block_bytes=block_bytes_of(part.num_bytes),
-                crc32=crc32,
+                crc32=own,
                 shape=None if part.shape is None else list(part.shape),
                 is_narrow=part.is_narrow,
                 box=None if part.box is None else part.box.to_json()["ranges"],
             )
-            for part, crc32 in zip(self.parts, sums, strict=True)
+            for part, own in zip(self.parts, sums, strict=True)
         ]
-
-    def copy_to(self, stage: torch.Tensor, numbers: Iterable[int]) -> None:
-        """The bytes of these parts, by their numbers, into host memory. From a GPU they may still be on their way."""
-        for number in numbers:
-            place = self.parts[number].place
-            stage[place.start : place.stop].copy_(_bytes_of(self.sources[number]), non_blocking=True)
 
     def read(self, start: int, out: torch.Tensor) -> None:
         """Bytes `start` and on of the image into `out`, from live memory."""
@@ -157,7 +156,11 @@ def image_of(name: str, content: Content, documents: Mapping[str, bytes]) -> Ima
     for key, text in documents.items():
         kind, _, label = key.partition("/")
         sources.append(_Source(kind, label, NO_SPAN, bytes_tensor(text), (len(text),)))
-    sources.sort(key=lambda source: -source.tensor.element_size())  # so that each starts on a multiple of its element
+    order: dict[DiskRows | None, int] = {None: 0}
+    for one in (entry.rows for entry in content.entries):
+        order.setdefault(one, len(order))
+    # So that each starts on a multiple of its element; and rows of a disk after each other, as a step updates them.
+    sources.sort(key=lambda source: (-source.tensor.element_size(), order[source.rows]))
     head = _head(sources)
     parts, offset = [], len(head)
     for kind, label, span, tensor, shape, is_hidden, is_narrow, box, _ in sources:
@@ -235,7 +238,7 @@ class Sums:
         start, self._position = self._position, self._position + len(window)
         while self._block is not None:
             common = self._block.overlap(Span(start, self._position))
-            self._crc32 = zlib.crc32(window[common.start - start : common.stop - start], self._crc32)
+            self._crc32 = crc32(window[common.start - start : common.stop - start], self._crc32)
             if self._block.stop > self._position:
                 return
             self._sums[self._region].append(self._crc32)

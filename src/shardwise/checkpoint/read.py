@@ -1,9 +1,14 @@
 """Reading elements of a checkpoint: only the bytes that are needed, each checked against its sum.
 
-A damaged checkpoint changes nothing: all that will be replaced is checked before anything is. What is checked is kept
-in memory of its own until every rank is content, as far as the host has memory to spare; the rest is read a second time
-to fill what is there, from the page cache if the machine has room for it, and checked again, because a file may have
-changed. Where dtype and device are the file's own, bytes go to where they belong at once, and are checked there.
+A damaged checkpoint changes nothing: all that will be replaced is checked before anything is. What comes from the disk
+is kept in memory of its own until every rank is content, as far as the host has memory to spare. What is in the page
+cache is only checked, and so is what finds no room: both are read a second time to fill what is there, and checked
+again, because a file may have changed. `transfer.py` moves the bytes.
+
+[Note: read twice] Bytes in the page cache are read twice because fresh memory costs more: to check 128 MiB through
+memory that stays in the processor's cache takes 59 ms (17 of them to read it), and to read and check it where it
+belongs 79; to read it into fresh memory beside that takes 57 ms in large pages, on a virtual machine whose host has to
+find these first up to 170, and then 45 for the sums, 26 for the copy to its place, and the second shard.
 """
 
 from __future__ import annotations
@@ -11,8 +16,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -20,38 +24,26 @@ import torch
 from shardwise.checkpoint.codec import dtype_of
 from shardwise.checkpoint.image import SAFETENSORS_DTYPES
 from shardwise.checkpoint.index import INDEX, Chunk, File, Index, box_of
+from shardwise.checkpoint.page_cache import has_all
+from shardwise.checkpoint.transfer import Carrier, OpenFile, Portion, Read, portions
 from shardwise.errors import CheckpointError
-from shardwise.placement import Box, Run, Span, common_runs
+from shardwise.placement import Box, Span, common_runs
 from shardwise.safe_files import as_text, parse_json, regular_descriptor
 
 WORDS = {**SAFETENSORS_DTYPES, torch.complex64: "C64"}
-SCRATCH_BYTES = 2**22
-"""Read at once, or the largest block if that is more: the memory that reading takes besides what it fills."""
-
-
-@dataclass(frozen=True)
-class Read:
-    """Elements `span` of a chunk (counted from its start), which go to `target` and on of the tensor being filled.
-
-    With `runs` not all of them are wanted, nor go to one place: `(start in the span, start in the tensor, number)`.
-    """
-
-    chunk: Chunk
-    span: Span
-    target: int
-    runs: tuple[Run, ...] = ()
 
 
 class Reader:
     """The files of one checkpoint, opened when first needed. Use it in a `with`."""
 
-    def __init__(self, path: Path, index: Index) -> None:
+    def __init__(self, path: Path, index: Index, num_threads: int = 1) -> None:
+        """Read by `num_threads`, if there is enough to read."""
         self.index = index
         self.num_bytes_read = 0
         self.path = path
         self._files = {file.name: file for file in index.files}
-        self._handles: dict[str, int] = {}
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._opened: dict[str, OpenFile] = {}
+        self._carrier = Carrier(num_threads)
         self._chunks: dict[tuple[str, str], list[Chunk]] = defaultdict(list)
         self._kinds: dict[str, list[str]] = defaultdict(list)
         self._chunks_in: dict[str, list[Chunk]] = defaultdict(list)
@@ -65,9 +57,9 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
+        for file in self._opened.values():
+            os.close(file.handle)
+        self._opened.clear()
 
     # -- what there is ----------------------------------------------------------------------------------
 
@@ -129,82 +121,60 @@ class Reader:
     def file_of(self, read: Read) -> File:
         return self._files[read.chunk.file]
 
+    def is_cached(self, reads: Iterable[Read]) -> bool:
+        """Whether all of it comes out of the page cache, as far as samples tell."""
+        for read in reads:
+            start, itemsize = read.chunk.offset, dtype_of(read.chunk.dtype).itemsize
+            handle = self._open(read).handle
+            if not has_all(handle, start + read.span.start * itemsize, start + read.span.stop * itemsize):
+                return False
+        return True
+
     def check(self, read: Read) -> None:
         """Read what `read` needs and compare its sums; keep nothing."""
-        for blocks in self._steps(read):
-            self._read(read.chunk, blocks.start, self._scratch(blocks.numel))
+        self.carry([(read, None)])
 
     def fill(self, read: Read, out: torch.Tensor) -> None:
         """Put what `read` names into `out`, flat, which may be of another dtype and on another device."""
-        if read.runs:
-            together = torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype))
-            self.fill(Read(read.chunk, read.span, 0), together)
-            for source, target, numel in read.runs:
-                out[target : target + numel].copy_(together[source : source + numel])
-            return
-        into = out[read.target : read.target + read.span.numel]
-        dtype = dtype_of(read.chunk.dtype)
-        raw = into.view(torch.uint8) if (into.dtype, into.device.type) == (dtype, "cpu") else None
-        wanted = _in_bytes(read)
-        for blocks in self._steps(read):
-            common = wanted.overlap(blocks)
-            here = common.within(wanted)
-            if raw is not None and common == blocks:
-                self._read(read.chunk, blocks.start, raw[here.start : here.stop])
-                continue
-            scratch = self._scratch(blocks.numel)
-            self._read(read.chunk, blocks.start, scratch)
-            there = common.within(blocks)
-            elements = Span(here.start // dtype.itemsize, here.stop // dtype.itemsize)
-            into[elements.start : elements.stop].copy_(scratch[there.start : there.stop].view(dtype))
+        self.carry([(read, out)])
+
+    def carry(self, wanted: Iterable[tuple[Read, torch.Tensor | None]]) -> None:
+        """Fill each tensor with what its `Read` names, as `fill` does, or check that, if there is none.
+
+        In the order in which it lies in the files, whatever the order here.
+        """
+        due: list[Portion] = []
+        for read, out in wanted:
+            if read.runs and out is not None:
+                self._fill_runs(read, out)
+            elif read.span.numel:
+                due += portions(read, self._open(read), out)
+        self.num_bytes_read += self._carrier.carry(due)
+
+    def _fill_runs(self, read: Read, out: torch.Tensor) -> None:
+        together = torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype))
+        self.fill(Read(read.chunk, read.span, 0), together)
+        for source, target, numel in read.runs:
+            out[target : target + numel].copy_(together[source : source + numel])
+
+    def empty(self, read: Read) -> torch.Tensor:
+        """Memory for a whole tensor, flat."""
+        self._open(read)  # before memory is asked for
+        return torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype))
 
     def tensor(self, read: Read) -> torch.Tensor:
         """A whole tensor, in its own shape."""
-        self._handle(read.chunk.file, f"{read.chunk.kind} {read.chunk.name}")  # before memory is asked for
-        out = torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype))
+        out = self.empty(read)
         self.fill(read, out)
         return out.reshape(read.chunk.shape or ())
 
-    def _steps(self, read: Read) -> Iterator[Span]:
-        """The bytes of the chunk that are read at once, in order: whole blocks, which cover what is wanted."""
-        size, wanted = read.chunk.block_bytes, _in_bytes(read)
-        at_once = max(SCRATCH_BYTES // size, 1) * size
-        for start in range(wanted.start // size * size, wanted.stop, at_once):
-            yield Span(start, min(start + at_once, -(-wanted.stop // size) * size, read.chunk.num_bytes))
+    def _open(self, read: Read) -> OpenFile:
+        found = self._opened.get(read.chunk.file)
+        return found or self._handle(read.chunk.file, f"{read.chunk.kind} {read.chunk.name}")
 
-    def _scratch(self, num_bytes: int) -> torch.Tensor:
-        if len(self._memory) < num_bytes:
-            self._memory = torch.empty(max(SCRATCH_BYTES, num_bytes), dtype=torch.uint8)
-        return self._memory[:num_bytes]
-
-    def _read(self, chunk: Chunk, start: int, out: torch.Tensor) -> None:
-        """Bytes `start` and on of a chunk into `out`, which begins a block and ends one."""
-        path = self.path / chunk.file
-        handle = self._handle(chunk.file, f"{chunk.kind} {chunk.name}")
-        view = memoryview(out.numpy().data)
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(handle, [view[done:]], chunk.offset + start + done)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read at {chunk.kind} {chunk.name}: {error}") from error
-            if count == 0:
-                raise CheckpointError(f"{path} ends within {chunk.kind} {chunk.name}; it was truncated.")
-            done += count
-        self.num_bytes_read += len(view)
-        size = chunk.block_bytes
-        for at in range(0, len(view), size):
-            number = (start + at) // size
-            if number >= len(chunk.crc32) or zlib.crc32(view[at : at + size]) != chunk.crc32[number]:
-                raise CheckpointError(
-                    f"{path} is damaged in {chunk.kind} {chunk.name}: bytes {chunk.offset + start + at} to "
-                    f"{chunk.offset + start + min(at + size, len(view))} do not have the checksum that they were "
-                    f"written with."
-                )
-
-    def _handle(self, name: str, needed_for: str) -> int:
-        if name in self._handles:
-            return self._handles[name]
+    def _handle(self, name: str, needed_for: str) -> OpenFile:
+        if name in self._opened:
+            return self._opened[name]
         path = self.path / name
         if name not in self._files:
             raise CheckpointError(f"{self.path} needs {name} for {needed_for}, but its index does not list that file.")
@@ -216,15 +186,15 @@ class Reader:
             ) from error
         except OSError as error:
             raise CheckpointError(f"{path}, needed for {needed_for}, cannot be opened: {error}") from error
-        self._handles[name] = handle
         try:
             self._check_head(path, handle, self._files[name])
         except BaseException as error:
-            os.close(self._handles.pop(name))
+            os.close(handle)
             if isinstance(error, OSError):
                 raise CheckpointError(f"{path}, needed for {needed_for}, cannot be read: {error}") from error
             raise
-        return handle
+        self._opened[name] = OpenFile(path, handle)
+        return self._opened[name]
 
     def _check_head(self, path: Path, handle: int, file: File) -> None:
         num_bytes = os.fstat(handle).st_size
@@ -265,9 +235,3 @@ class Reader:
         lost = [chunk for chunk in self._chunks_in[file.name] if chunk.offset + chunk.num_bytes > num_bytes]
         lost = [chunk for chunk in lost if chunk.kind != "rank"] or lost
         return f"Lost with it: {lost[0].kind} {lost[0].name} and {len(lost) - 1} more." if lost else ""
-
-
-def _in_bytes(read: Read) -> Span:
-    """What is wanted of the chunk, counted from its start."""
-    size = dtype_of(read.chunk.dtype).itemsize
-    return Span(read.span.start * size, read.span.stop * size)

@@ -3,13 +3,17 @@
 Which elements lie where is `content`'s to say, as for a checkpoint. A rank keeps what it has already; of the rest, each
 element comes from the one copy that would have written it. One flat buffer of the new layout at a time is filled, and
 an old one goes as soon as nothing of it is left to move, so at the peak there is one unit more than before or after.
+
+[Note: former ranks] The old layout may be one of other ranks: a rank of this world *stands for* those of the former one
+whose elements it can read, itself among them if it was there. One that has come stands for nobody and is given all; one
+that is gone is stood for by somebody who has its image. Without a change of ranks everybody stands for himself.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +24,7 @@ from shardwise.comm import Collectives, World
 from shardwise.optim import AdoptedOptimizer
 from shardwise.placement import Slot, Span
 from shardwise.program import FlatSpec
-from shardwise.storage import Flat, torch_dtype
+from shardwise.storage import DiskRows, Flat, torch_dtype
 
 Tensor = torch.Tensor
 PARAM = "param"
@@ -39,6 +43,8 @@ class _Home:
     spec: FlatSpec
     slot: Slot
     told: tuple[tuple[Span, Span], ...] = ()
+    givers: frozenset[int] | None = None
+    """Of whom elements can be had, if that is not everybody."""
 
     def kept(self, rank: int) -> Span:
         if self.told:
@@ -48,7 +54,19 @@ class _Home:
     def given(self, rank: int) -> Span:
         if self.told:
             return self.told[rank][1]
+        if self.givers is not None:
+            return self._given_by_some(self.givers, rank)
         return written_span(self.spec, self.slot, self.spec.mesh.coordinate(rank))
+
+    def _given_by_some(self, givers: frozenset[int], rank: int) -> Span:
+        """Those who keep the same elements share in giving them."""
+        kept, place = self.kept(rank), _model_place(self.spec, rank)
+        same = [one for one in sorted(givers) if self.kept(one) == kept and _model_place(self.spec, one) == place]
+        if rank not in same:
+            return Span(0, 0)
+        number = same.index(rank)
+        first, last = (kept.start + kept.numel * at // len(same) for at in (number, number + 1))
+        return Span(first, last)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,30 +83,64 @@ class _Thing:
     dtype: torch.dtype
 
 
+@dataclass
+class Held:
+    """What this rank can read of a layout, its own or of former ranks: see [Note: former ranks]."""
+
+    flats: Sequence[tuple[FlatSpec, Sequence[Slot]]]
+    """All of the layout."""
+    stands_for: tuple[tuple[int, ...], ...]
+    """By rank of this world: the ranks of the layout that it reads for all."""
+    tensors: dict[tuple[int, str, str], Tensor] = field(default_factory=dict)
+    """By the rank of the layout, the parameter's name, and `param` or the state's key: the elements that it kept."""
+    values: States = field(default_factory=dict)
+    """States that are not of the parameter's size, as far as they are known here."""
+    rows: dict[str, DiskRows] = field(default_factory=dict)
+    """Where on a disk what `tensors` says lies."""
+
+    @classmethod
+    def live(cls, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, world: World) -> Held:
+        """A layout that is there, of this world."""
+        me = world.rank
+        held = cls([(flat.spec, flat.slots) for flat in flats], tuple((rank,) for rank in range(world.size)))
+        for flat in flats:
+            for index, slot in enumerate(flat.slots):
+                held.tensors[me, slot.name, PARAM] = flat.param_piece(index)
+                if flat.rows is not None:
+                    held.rows[slot.name] = flat.rows
+        if optimizer is None:
+            return held
+        for piece in optimizer.pieces:
+            for key, value in optimizer.state_of(piece).items():
+                if isinstance(value, Tensor) and value.shape == piece.tensor.shape and piece.span.numel > 0:
+                    held.tensors[me, piece.name, key] = value
+                else:
+                    held.values.setdefault(piece.name, {})[key] = value
+        return held
+
+
 class TrainingState:
     """What a rank holds of parameters and states in the old layout, until it is moved. All ranks make one at once."""
 
-    def __init__(
-        self, flats: Sequence[Flat], optimizer: AdoptedOptimizer | None, world: World, dealt: Collection[str] = ()
-    ) -> None:
+    def __init__(self, held: Held, world: World, dealt: Collection[str] = ()) -> None:
         """`dealt` are the parameters of which ranks along `ep` have other parts, in the old layout or in the new."""
         self._world = world
         self._dealt = frozenset(dealt)
-        self._homes = self._homes_in(flats)
+        self._stands_for = held.stands_for
+        self._homes = self._homes_in(held.flats)
+        former = {rank for ranks in held.stands_for for rank in ranks}
+        if former != set(range(next(iter(self._homes.values())).spec.mesh.world_size)):
+            self._homes = {name: replace(home, givers=frozenset(former)) for name, home in self._homes.items()}
         self._new_homes: dict[str, _Home] = {}
-        self._tensors: dict[tuple[str, str], Tensor] = {
-            (slot.name, PARAM): flat.param_piece(index) for flat in flats for index, slot in enumerate(flat.slots)
-        }
-        self._rows = {slot.name: flat.rows for flat in flats if flat.rows is not None for slot in flat.slots}
-        """Where on a disk what `_tensors` says lies."""
+        self._tensors = held.tensors
+        self._rows = held.rows
         self._kinds: dict[str, dict[str, torch.dtype]] = {}
         self._values: States = {}
-        if optimizer is not None:
-            self._take_states(optimizer)
+        self._tell_states(held)
 
     def learn_new(self, flats: Sequence[Flat]) -> None:
         """The new layout, which has no memory yet. All ranks call."""
-        self._new_homes = self._homes_in(flats)
+        self._new_homes = self._homes_in([(flat.spec, flat.slots) for flat in flats])
 
     def move_into(self, flat: Flat, collectives: Collectives) -> States:
         """Lay out `flat` and fill it; returns its parameters' states, by name and key. All ranks call, in one order.
@@ -108,11 +160,12 @@ class TrainingState:
             self._exchange(same, dtype, homes, filled, (collectives, flat))
         for name in homes:
             for kind in (PARAM, *self._kinds.pop(name, ())):
-                self._tensors.pop((name, kind), None)
+                for rank in self._stands_for[self._world.rank]:
+                    self._tensors.pop((rank, name, kind), None)
         return states
 
-    def _homes_in(self, flats: Sequence[Flat]) -> dict[str, _Home]:
-        homes = {slot.name: _Home(flat.spec, slot) for flat in flats for slot in flat.slots}
+    def _homes_in(self, flats: Sequence[tuple[FlatSpec, Sequence[Slot]]]) -> dict[str, _Home]:
+        homes = {slot.name: _Home(spec, slot) for spec, slots in flats for slot in slots}
         if not self._dealt:
             return homes
         me = self._world.rank
@@ -130,16 +183,15 @@ class TrainingState:
             homes[name] = replace(homes[name], told=spans)
         return homes
 
-    def _take_states(self, optimizer: AdoptedOptimizer) -> None:
-        """This rank's states, and what kinds of them there are anywhere: a rank without elements has none to show."""
+    def _tell_states(self, held: Held) -> None:
+        """What kinds of states there are anywhere: a rank without elements has none to show."""
         told: States = {}
-        for piece in optimizer.pieces:
-            for key, value in optimizer.state_of(piece).items():
-                is_piece = isinstance(value, Tensor) and value.shape == piece.tensor.shape and piece.span.numel > 0
-                if is_piece:
-                    self._tensors[piece.name, key] = value
-                said = ["piece", dtype_name(value.dtype)] if is_piece else ["value", encode(value, key)]
-                told.setdefault(piece.name, {})[key] = said
+        for (_, name, key), tensor in held.tensors.items():
+            if key != PARAM:
+                told.setdefault(name, {})[key] = ["piece", dtype_name(tensor.dtype)]
+        for name, values in held.values.items():
+            for key, value in values.items():
+                told.setdefault(name, {}).setdefault(key, ["value", encode(value, key)])
         for message in self._world.exchange(json.dumps(told).encode(), "layout"):
             for name, states in json.loads(message).items():
                 for key, (what, said) in states.items():
@@ -174,9 +226,9 @@ class TrainingState:
                     states[name][key] = filled[name, key]
         return filled, states
 
-    def _own(self, thing: _Thing, span: Span) -> Tensor:
-        """Elements of what this rank has, in memory."""
-        tensor, rows = _cut(self._tensors[thing.name, thing.kind], span), self._rows.get(thing.name)
+    def _own(self, thing: _Thing, former: int, span: Span) -> Tensor:
+        """Elements of what this rank has of a former one, in memory."""
+        tensor, rows = _cut(self._tensors[former, thing.name, thing.kind], span), self._rows.get(thing.name)
         return rows.read(tensor) if rows is not None and rows.has(tensor) else tensor
 
     def _keep_own(
@@ -188,11 +240,12 @@ class TrainingState:
     ) -> None:
         me = self._world.rank
         for thing in things:
-            had, needed = self._homes[thing.name].kept(me), homes[thing.name].kept(me)
-            common = had.overlap(needed)
-            if common.numel:
-                target = _cut(filled[thing.name, thing.kind], common.within(needed))
-                flat.put(target, self._own(thing, common.within(had)))
+            for former in self._stands_for[me]:
+                had, needed = self._homes[thing.name].kept(former), homes[thing.name].kept(me)
+                common = had.overlap(needed)
+                if common.numel:
+                    target = _cut(filled[thing.name, thing.kind], common.within(needed))
+                    flat.put(target, self._own(thing, former, common.within(had)))
 
     def _exchange(
         self,
@@ -208,35 +261,41 @@ class TrainingState:
         sent, arrived, targets = [], [], []
         for other in range(world.size):
             goes = [
-                self._own(thing, span.within(self._homes[thing.name].kept(world.rank))).to(device)
-                for thing, span in self._passing(things, homes, world.rank, other)
+                self._own(thing, former, span.within(self._homes[thing.name].kept(former))).to(device)
+                for thing, former, span in self._passing(things, homes, world.rank, other)
             ]
             comes = list(self._passing(things, homes, other, world.rank))
-            num_comes = sum(span.numel for _, span in comes)
+            num_comes = sum(span.numel for _, _, span in comes)
             sent.append(torch.cat(goes) if goes else torch.empty(0, dtype=dtype, device=device))
             arrived.append(torch.empty(num_comes, dtype=dtype, device=device))
             targets.append(comes)
         collectives.all_to_all(arrived, sent, world.everybody, "reshard").wait()
         for message, comes in zip(arrived, targets, strict=True):
             start = 0
-            for thing, span in comes:
+            for thing, _, span in comes:
                 target = _cut(filled[thing.name, thing.kind], span.within(homes[thing.name].kept(world.rank)))
                 flat.put(target, message[start : start + span.numel])
                 start += span.numel
 
     def _passing(
         self, things: Sequence[_Thing], homes: Mapping[str, _Home], giver: int, taker: int
-    ) -> Iterator[tuple[_Thing, Span]]:
-        """What one rank gives another, in an order that both know."""
-        spec = next(iter(homes.values())).spec
-        if giver == taker or _model_place(spec, giver) != _model_place(spec, taker):
-            return  # ranks with other parts of every layer
+    ) -> Iterator[tuple[_Thing, int, Span]]:
+        """What one rank gives another, of which former rank, in an order that both know."""
+        if giver == taker:
+            return
         for thing in things:
-            old = self._homes[thing.name]
-            for lacking in _without(homes[thing.name].kept(taker), old.kept(taker)):
-                span = lacking.overlap(old.given(giver))
-                if span.numel:
-                    yield thing, span
+            old, new = self._homes[thing.name], homes[thing.name]
+            lacking = [new.kept(taker)]
+            for former in self._stands_for[taker]:
+                lacking = [left for span in lacking for left in _without(span, old.kept(former))]
+            for former in self._stands_for[giver]:
+                if _model_place(old.spec, former) != _model_place(new.spec, taker):
+                    continue  # ranks with other parts of every layer
+                given = old.given(former)
+                for span in lacking:
+                    common = span.overlap(given)
+                    if common.numel:
+                        yield thing, former, common
 
 
 def _model_place(spec: FlatSpec, rank: int) -> tuple[int, ...]:

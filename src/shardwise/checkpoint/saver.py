@@ -27,16 +27,16 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.codec import check_depth, encode
+from shardwise.checkpoint.codec import as_bytes, check_depth, encode
 from shardwise.checkpoint.content import Content
-from shardwise.checkpoint.document import as_bytes
 from shardwise.checkpoint.folder import AfterwardsError
 from shardwise.checkpoint.image import WINDOW, Image, image_of
 from shardwise.checkpoint.index import Chunk, File, Index
 from shardwise.checkpoint.keep import Keep
 from shardwise.checkpoint.lock import FolderLock
 from shardwise.checkpoint.notes import Notes, Writer, file_name
-from shardwise.checkpoint.write import Copying, Feed, Snapshot, leave_refusal, live, staged, write_rank
+from shardwise.checkpoint.snapshot import Snapshot, stage_bytes
+from shardwise.checkpoint.write import Copying, Feed, leave_refusal, live, write_rank
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 from shardwise.tiers import Stage
@@ -85,12 +85,28 @@ class Saver:
 
     def __init__(self, world: World, *, pinned: bool = False, timeout_seconds: float = 300) -> None:
         self._world = world
+        self._pinned = pinned
         self._stage = Stage(world.rank_device if pinned else None)
         self._timeout_seconds = timeout_seconds
         self._under_way: _UnderWay | None = None
         self._snapshot: Snapshot | None = None
         self._locks: dict[Path, FolderLock] = {}
         self._metrics: dict[Path, dict[str, float]] = {}
+        self._left: _UnderWay | None = None
+        """What a saver before this one has left to be written."""
+
+    def renewed(self, world: World) -> Saver:
+        """One for the ranks that are left, after a fault: the right to write passes on to it.
+
+        What is being written is left to itself: it ends with a checkpoint if all ranks had finished their files, and
+        else with a line in the log. Blocks until nothing of this rank's memory is read any more.
+        """
+        self.wait_for_copy()
+        other = Saver(world, pinned=self._pinned, timeout_seconds=self._timeout_seconds)
+        other._locks, self._locks = self._locks, {}
+        other._metrics = self._metrics
+        other._left, self._under_way = self._under_way or self._left, None
+        return other
 
     def claim(self, folder: Path) -> None:
         """Take the right to write into `folder`, until `close`. All ranks call; if one fails, all raise."""
@@ -128,6 +144,9 @@ class Saver:
         waits for the notes of all, before all have said that theirs is there.
         """
         under_way, self._under_way, self._snapshot = self._under_way, None, None
+        if self._left is not None:
+            self._left.wait()
+            self._left = None
         if under_way is None:
             return
         under_way.written.wait()
@@ -173,7 +192,7 @@ class Saver:
             state = encode(dict(request.state))
             check_depth(json.dumps(state).encode(), "state")
             image = image_of(file_name(rank), content, {f"rank/{rank}": document})
-            stage = self._stage.sized(min(image.padded_bytes, 2 * WINDOW) if wait else image.padded_bytes)
+            stage = self._stage.sized(min(image.padded_bytes, 2 * WINDOW) if wait else stage_bytes(image))
             mine.append((replace(request, state=state), content, image, stage))
             free = self._open(folder, draft) if rank == 0 else 0
             said = {"bytes": image.num_bytes, "free": free, "draft": draft.name, "step": request.step}
@@ -255,7 +274,7 @@ class Saver:
             snapshot = Snapshot(prepared.image, prepared.stage, self._world.rank_device)
             snapshot.take()
             image = prepared.image.without_sources
-            feed = Feed(image, staged(prepared.stage), first=snapshot.copy_rest)
+            feed = Feed(image, snapshot.windows(), first=snapshot.copy_rest, last=snapshot.end)
             kept = replace(prepared, content=prepared.shell, image=image)
             under_way = _UnderWay(what, lambda written: self._write_behind(kept, feed, written))
             feed.start()
@@ -263,6 +282,7 @@ class Saver:
         except Exception as error:  # of the device, or no thread to be had
             if snapshot is not None:
                 snapshot.go_on()
+                snapshot.end()
             if feed is not None and feed.is_alive():
                 feed.stop()
             return self._failed(prepared, what, error)

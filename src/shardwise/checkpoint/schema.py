@@ -214,6 +214,9 @@ def _check_coverage(index: Index) -> None:
 
 def _check_boxes(what: str, chunks: list[Chunk], shape: list[int]) -> None:
     """Chunks of one box cover it, and boxes cover the tensor."""
+    if all(chunk.box is None for chunk in chunks):
+        _check_tiles(what, chunks, math.prod(shape))
+        return
     by_box: dict[Box | None, list[Chunk]] = defaultdict(list)
     for chunk in chunks:
         by_box[None if chunk.box is None else box_of(chunk.box, shape)].append(chunk)

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.codec import bytes_tensor
 from shardwise.checkpoint.image import WINDOW, Image, Sums
 from shardwise.devices import Event, RankDevice, Stream
-from shardwise.errors import CheckpointError
 from shardwise.tiers import open_direct, write_at
 
 
@@ -57,81 +55,6 @@ class Copying:
             self._stream.synchronize()
 
 
-class Snapshot:
-    """An image's bytes as they were when it was taken, in host memory; see [Note: late copies].
-
-    [Note: late copies] What the model shows to its user may change at any time, so `take` copies it at once. Shards,
-    master weights and optimizer states are changed by the optimizer's step, and by the engine when it is told to; so
-    they are copied by the thread that goes on to write them, beside the next forward and backward, and `wait` is for
-    whoever is about to change them. (So does DataStates-LLM, arXiv:2406.10707, with everything.) Somebody who changes
-    them by hand meanwhile, through the optimizer's groups, is noticed by torch's own counter of changes in place, and
-    the checkpoint fails with an error instead of holding half of the change.
-    """
-
-    def __init__(self, image: Image, stage: torch.Tensor, device: RankDevice) -> None:
-        self._image: Image | None = image
-        self._device = device
-        self._stage = stage
-        self._late = [number for number, part in enumerate(image.parts) if part.is_hidden]
-        self._counts = [_changes_of(image.sources[number]) for number in self._late]
-        self._may_go_on = threading.Event()
-        self._is_whole = threading.Event()
-        self._rest: Copying | None = None
-
-    def take(self) -> None:
-        """Copy what may change at any time, and note the moment."""
-        image = self._image
-        assert image is not None
-        self._stage[: len(image.head)].copy_(bytes_tensor(image.head))
-        late = set(self._late)
-        image.copy_to(self._stage, (number for number in range(len(image.parts)) if number not in late))
-        self._rest = Copying(self._device)
-        self._rest.wait()
-
-    def go_on(self) -> None:
-        """Let `copy_rest` begin: a thread that copies takes the interpreter from the one that starts it."""
-        self._may_go_on.set()
-
-    def copy_rest(self) -> None:
-        """Copy the rest, and let go of the model's memory. For the thread that goes on to write."""
-        try:
-            self._may_go_on.wait()
-            self._copy_rest()
-        finally:
-            self._image = None
-            self._is_whole.set()
-
-    def wait(self) -> None:
-        """Return once everything may change again."""
-        self._is_whole.wait()
-
-    def _copy_rest(self) -> None:
-        image = self._image
-        assert image is not None
-        assert self._rest is not None
-        with self._rest.under_way():
-            image.copy_to(self._stage, self._late)
-        for number, count in zip(self._late, self._counts, strict=True):
-            if _changes_of(image.sources[number]) != count:
-                raise CheckpointError(
-                    f"{image.parts[number].key} was changed by hand while it was being copied. What only the "
-                    f"optimizer holds is to be left alone between save(wait=False) and the next step; change it before "
-                    f"the save, after wait_for_save(), or through engine.set()."
-                )
-
-
-def _changes_of(tensor: torch.Tensor) -> int:
-    """How often the memory of a tensor has been changed in place, as far as torch counts."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def staged(stage: torch.Tensor) -> Iterator[memoryview]:
-    """An image that lies in host memory, window by window."""
-    view = memoryview(stage.numpy().data)
-    for start in range(0, len(view), WINDOW):
-        yield view[start : start + WINDOW]
-
-
 def live(image: Image, stage: torch.Tensor, copying: Copying) -> Iterator[memoryview]:
     """An image read from where its tensors live, window by window, through two windows of host memory in turn."""
     for number, start in enumerate(range(0, image.padded_bytes, WINDOW)):
@@ -146,17 +69,22 @@ class Feed(threading.Thread):
     """Makes windows ready beside the writing: takes the checksums of one and reads the next while one is written.
 
     Made and started by whoever calls for a save: an interpreter that is about to end lets running threads finish,
-    but starts no new ones. What is to be done `first` is done in any case.
+    but starts no new ones. What is to be done `first` and `last` is done in any case.
     """
 
     def __init__(
-        self, image: Image, windows: Iterator[memoryview], *, first: Callable[[], None] = lambda: None
+        self,
+        image: Image,
+        windows: Iterator[memoryview],
+        *,
+        first: Callable[[], None] = lambda: None,
+        last: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="shardwise checksums")
         self.image = image
         self.sums = Sums(image)
         self._windows = windows
-        self._first = first
+        self._first, self._last = first, last
         self._free = threading.Semaphore(2)
         self._ready: queue.SimpleQueue[memoryview | BaseException | None] = queue.SimpleQueue()
         self._is_stopped = False
@@ -172,6 +100,8 @@ class Feed(threading.Thread):
                 self.sums.add(window)
         except BaseException as error:  # raised where the windows are used
             self._ready.put(error)
+        finally:
+            self._last()
 
     def windows(self) -> Iterator[memoryview]:
         """Every window in turn. The last one is free to be filled again when the next is asked for."""

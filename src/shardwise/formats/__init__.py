@@ -1,15 +1,23 @@
-"""Checkpoints of others, in and out: Hugging Face, torch DCP, DeepSpeed; and what is in a checkpoint."""
+"""Checkpoints of others, in and out: Hugging Face, torch DCP, DeepSpeed; and what is in a checkpoint.
 
-from shardwise.formats.convert import DTYPES, MAX_FILE_BYTES, TARGETS, Conversion, carry_out, convert, plan_conversion
-from shardwise.formats.forms import FORMS, form_of, open_checkpoint
-from shardwise.formats.inspect import Inspection, dtype_word, inspect
-from shardwise.formats.live import save_pretrained
-from shardwise.formats.source import Source, Spec
+Names are imported when first used: whoever shards a model does not wait for the formats of others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.formats.conversion import DTYPES, TARGETS, Conversion, carry_out, convert, plan_conversion
+    from shardwise.formats.forms import FORMS, form_of, open_checkpoint
+    from shardwise.formats.inspection import Inspection, dtype_word, inspect
+    from shardwise.formats.live import save_pretrained
+    from shardwise.formats.source import Source, Spec
 
 __all__ = [
     "DTYPES",
     "FORMS",
-    "MAX_FILE_BYTES",
     "TARGETS",
     "Conversion",
     "Inspection",
@@ -24,3 +32,27 @@ __all__ = [
     "plan_conversion",
     "save_pretrained",
 ]
+
+_HOMES = {
+    "DTYPES": "shardwise.formats.conversion",
+    "FORMS": "shardwise.formats.forms",
+    "TARGETS": "shardwise.formats.conversion",
+    "Conversion": "shardwise.formats.conversion",
+    "Inspection": "shardwise.formats.inspection",
+    "Source": "shardwise.formats.source",
+    "Spec": "shardwise.formats.source",
+    "convert": "shardwise.formats.conversion",
+    "inspect": "shardwise.formats.inspection",
+    "carry_out": "shardwise.formats.conversion",
+    "dtype_word": "shardwise.formats.inspection",
+    "form_of": "shardwise.formats.forms",
+    "open_checkpoint": "shardwise.formats.forms",
+    "plan_conversion": "shardwise.formats.conversion",
+    "save_pretrained": "shardwise.formats.live",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise.formats' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -22,6 +22,7 @@ from shardwise.checkpoint.folder import LATEST, step_name
 from shardwise.checkpoint.index import INDEX, Chunk, File, Index, block_bytes_of
 from shardwise.checkpoint.read import Reader
 from shardwise.checkpoint.schema import RANK, read_index
+from shardwise.checksum import crc32
 from shardwise.errors import CheckpointError
 from shardwise.formats.source import BUFFER, PARAM, STATE, Source, Spec, StoredFile
 from shardwise.formats.stream import SafetensorsFile, split_by_size
@@ -175,7 +176,7 @@ def _chunk(file: str, spec: Spec, shapes: dict[str, tuple[int, ...]], offset: in
         offset=offset,
         num_bytes=len(content),
         block_bytes=size,
-        crc32=[zlib.crc32(content[start : start + size]) for start in range(0, len(content), size)],
+        crc32=[crc32(content[start : start + size]) for start in range(0, len(content), size)],
         shape=list(spec.shape) if is_whole else None,
     )
 

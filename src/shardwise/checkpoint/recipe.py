@@ -1,0 +1,306 @@
+"""What a rank needs of a checkpoint: worked out, read and checked before anything is changed, then put in its place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.codec import decode, dtype_name, dtype_of
+from shardwise.checkpoint.content import Content, Entry
+from shardwise.checkpoint.index import Index
+from shardwise.checkpoint.read import Reader
+from shardwise.checkpoint.same import settings_of
+from shardwise.checkpoint.transfer import Read
+from shardwise.errors import CheckpointError
+from shardwise.optim import AdoptedOptimizer, Piece
+from shardwise.placement import Box, Span
+from shardwise.storage import DiskRows, Flat, agrees, copy_into, may_overlap
+from shardwise.tiers import tensors_in_pages
+
+Tensor = torch.Tensor
+STREAMED_NUMEL = 2**20
+"""Elements that are in memory at once on their way from a checkpoint to a disk."""
+
+
+@dataclass
+class Filling:
+    """A tensor that is there, where its elements lie in the checkpoint, and these if they have been read already."""
+
+    entry: Entry
+    reads: list[Read]
+    ready: Tensor | None = None
+
+
+@dataclass
+class PieceStates:
+    """The states that a piece will have, by key, and of each where it lies in the checkpoint."""
+
+    piece: Piece
+    box: Box | None = None
+    """Where a model axis cuts the parameter, the part that the piece is of."""
+    reads: dict[str, list[Read]] = field(default_factory=dict)
+    wholes: dict[str, Read] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """In which the optimizer will have those of `reads`."""
+    ready: dict[str, Tensor] = field(default_factory=dict)
+    """Those that are in memory already, checked, but not yet the optimizer's."""
+
+
+@dataclass
+class Recipe:
+    """All that will be read, worked out and checked before anything is changed."""
+
+    tensors: list[Filling] = field(default_factory=list)
+    states: list[PieceStates] = field(default_factory=list)
+    memories: dict[str, Any] = field(default_factory=dict)
+    generators: dict[str, Any] | None = None
+
+
+@dataclass
+class _Spare:
+    """Memory of the host that may be taken until the values are where they belong."""
+
+    num_bytes: int
+
+    def takes(self, num_bytes: int) -> bool:
+        if num_bytes > self.num_bytes:
+            return False
+        self.num_bytes -= num_bytes
+        return True
+
+
+# -- before anything is changed ---------------------------------------------------------------------------
+
+
+def work_out(reader: Reader, content: Content, optimizer: AdoptedOptimizer | None) -> Recipe:
+    """Where every element lies that this rank needs."""
+    recipe = Recipe()
+    for entry in content.entries:
+        if entry.kind.startswith("state."):
+            continue
+        kind = _kind_there(reader, entry)
+        recipe.tensors.append(Filling(entry, reader.reads(kind, entry.name, entry.span, entry.box)))
+    for piece in optimizer.pieces if optimizer is not None and reader.index.groups else ():
+        assert optimizer is not None
+        states = PieceStates(piece, content.boxes.get(piece.name))
+        recipe.states.append(states)
+        kinds = [kind for kind in reader.kinds_of(piece.name) if kind.startswith("state.")]
+        narrow = optimizer.narrow_keys_of(piece)
+        for kind in kinds if piece.span.numel else ():
+            key, whole = kind.removeprefix("state."), reader.whole(kind, piece.name)
+            if whole is not None:
+                states.wholes[key] = whole
+            else:
+                states.reads[key] = reader.reads(kind, piece.name, piece.span, states.box)
+                states.dtypes[key] = _state_dtype(reader, piece, key, is_narrow=key in narrow)
+    return recipe
+
+
+def _kind_there(reader: Reader, entry: Entry) -> str:
+    """A rank's own buffer, else rank 0's; formats that are converted from may call a buffer `param`, or the reverse."""
+    common = entry.kind.partition(".")[0]
+    kinds = (entry.kind, common, "param" if common == "buffer" else "buffer")
+    return next((kind for kind in kinds if reader.first_chunk(kind, entry.name)), entry.kind)
+
+
+def _state_dtype(reader: Reader, piece: Piece, key: str, *, is_narrow: bool) -> torch.dtype:
+    """A state that had its parameter's dtype follows it to another one, as in torch; others keep theirs. A narrow one
+    stays so if this optimizer, too, keeps it narrow."""
+    state, param = reader.first_chunk(f"state.{key}", piece.name), reader.first_chunk("param", piece.name)
+    assert state is not None
+    if state.is_narrow and not is_narrow:
+        return piece.tensor.dtype
+    if param is None or state.dtype == param.dtype or state.dtype == dtype_name(piece.tensor.dtype):
+        return piece.tensor.dtype
+    return dtype_of(state.dtype)
+
+
+def read_and_check(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None, spare_bytes: int) -> None:
+    """Every byte that this rank needs.
+
+    What comes from the disk is kept beside the values that it will replace, as far as `spare_bytes` of the host's
+    memory go. Beyond that, and if it is in the page cache, it is only checked, and read again when all ranks have
+    agreed ([Note: read twice] in `read.py`). States that the optimizer does not have yet take no memory that they would
+    not take anyway.
+    """
+    spare = _Spare(spare_bytes)
+    for filling in recipe.tensors:
+        if may_overlap(filling.entry.tensor):
+            _check_overlap(reader, filling)
+    _make_room(recipe.tensors, reader, spare)
+    if optimizer is not None:
+        of_flats: dict[Flat, list[PieceStates]] = defaultdict(list)
+        for states in recipe.states:
+            of_flats[states.piece.flat].append(states)
+        for flat, own in of_flats.items():
+            if not flat.spec.updates_from_disk:  # else from one file to another, when all have agreed
+                _make_room_for_states(own, optimizer, reader, spare)
+    wanted = [(read, filling.ready) for filling in recipe.tensors for read in filling.reads]
+    for states in recipe.states:
+        wanted += [(read, states.ready.get(key)) for key, reads in states.reads.items() for read in reads]
+        for key, whole in states.wholes.items():
+            states.ready[key] = reader.empty(whole)
+            wanted.append((whole, states.ready[key]))
+    reader.carry(wanted)
+    for states in recipe.states:
+        for key, whole in states.wholes.items():
+            states.ready[key] = states.ready[key].reshape(whole.chunk.shape or ())
+
+
+def _check_overlap(reader: Reader, filling: Filling) -> None:
+    """Elements that are one number in the model have to be the same in the checkpoint."""
+    entry = filling.entry
+    values = torch.empty(entry.span.numel, dtype=entry.tensor.dtype)
+    reader.carry((read, values) for read in filling.reads)
+    if not agrees(entry.tensor.detach(), values):
+        raise CheckpointError(
+            f"Elements of {entry.kind} {entry.name} share memory in the model (it is expanded, or a window), but "
+            f"{reader.path} has different values for them. Register the buffer as a tensor of its own: x.clone()."
+        )
+
+
+def _make_room(fillings: list[Filling], reader: Reader, spare: _Spare) -> None:
+    kept = [
+        one
+        for one in fillings
+        if one.entry.rows is None
+        and not (one.entry.tensor.device.type == "cpu" and reader.is_cached(one.reads))
+        and spare.takes(_num_bytes(one.entry))
+    ]
+    room = tensors_in_pages([(one.entry.span.numel, one.entry.tensor.dtype) for one in kept])
+    for filling, memory in zip(kept, room, strict=True):
+        filling.ready = memory
+
+
+def _num_bytes(entry: Entry) -> int:
+    return entry.span.numel * entry.tensor.dtype.itemsize
+
+
+def _make_room_for_states(every: list[PieceStates], optimizer: AdoptedOptimizer, reader: Reader, spare: _Spare) -> None:
+    """Of one flat buffer: what comes together goes together."""
+    kept: list[tuple[PieceStates, str]] = []
+    for states in every:
+        piece = states.piece
+        is_on_host = piece.tensor.device.type == "cpu"
+        has_some = not optimizer.takes_states_as_they_are or bool(optimizer.state_of(piece))
+        for key, dtype in states.dtypes.items():
+            if has_some and is_on_host and reader.is_cached(states.reads[key]):
+                continue
+            if has_some and not spare.takes(piece.tensor.numel() * dtype.itemsize):
+                continue
+            if has_some or is_on_host:
+                kept.append((states, key))
+            else:
+                states.ready[key] = torch.empty_like(piece.tensor.detach(), dtype=dtype)
+    room = tensors_in_pages([(states.piece.tensor.numel(), states.dtypes[key]) for states, key in kept])
+    for (states, key), memory in zip(kept, room, strict=True):
+        states.ready[key] = memory
+
+
+# -- the change -------------------------------------------------------------------------------------------
+
+Wanted = list[tuple[Read, Tensor | None]]
+"""What will be read together, each to where it belongs."""
+
+
+def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> None:
+    """Put everything where it belongs, once all ranks have agreed."""
+    wanted: Wanted = []
+    for filling in recipe.tensors:
+        wanted += _fill_tensor(filling, reader)
+    states: list[tuple[Piece, dict[str, Any]]] = []
+    if optimizer is not None and reader.index.groups:
+        for due, piece, state in _states_to_fill(recipe, reader, optimizer):
+            if optimizer.takes_states_as_they_are:
+                wanted += due
+                states.append((piece, state))
+            else:  # it makes something else of them: no more than one piece's are there as they are read
+                reader.carry(due)
+                optimizer.put_state(piece, state)
+    reader.carry(wanted)
+    if optimizer is not None and reader.index.groups:
+        for piece, state in states:
+            optimizer.put_state(piece, state)
+        _fill_groups(reader.index, optimizer)
+
+
+def _fill_tensor(filling: Filling, reader: Reader) -> Wanted:
+    """Returns what is still to be read."""
+    entry, out, values = filling.entry, filling.entry.tensor.detach(), filling.ready
+    filling.ready = None
+    if entry.rows is not None:
+        _stream(reader, entry.rows, out, filling.reads, entry.span, entry.box)
+        return []
+    if values is None and out.is_contiguous():
+        return [(read, out.view(-1)) for read in filling.reads]
+    if values is None:
+        values = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+        reader.carry((read, values) for read in filling.reads)
+    copy_into(out, values)
+    return []
+
+
+def _states_to_fill(
+    recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer
+) -> Iterator[tuple[Wanted, Piece, dict[str, Any]]]:
+    """Each piece's states, and what is still to be read of them: those that were read before as they are, the others in
+    the memory they have if it fits."""
+    groups = {param: group for group in optimizer.groups for param in group["params"]}
+    for states in recipe.states:
+        piece, group = states.piece, groups[states.piece.param]
+        device = piece.tensor.device
+        wanted: Wanted = []
+        given: dict[str, Any] = {}
+        had: dict[str, Any] | None = None
+        for key, reads in states.reads.items():
+            dtype, ready = states.dtypes[key], states.ready.pop(key, None)
+            if piece.flat.rows is not None and piece.flat.spec.updates_from_disk:
+                given[key] = piece.flat.rows.place(piece.index, key, piece.tensor.numel(), dtype)
+                _stream(reader, piece.flat.rows, given[key], reads, piece.span, states.box)
+                continue
+            if ready is not None and ready.device == device:
+                given[key] = ready
+                continue
+            if had is None:
+                had = optimizer.state_of(piece) if optimizer.takes_states_as_they_are else {}
+            given[key] = _memory_for(piece, dtype, had.get(key))
+            if ready is None:
+                wanted += [(read, given[key]) for read in reads]
+            else:
+                given[key].copy_(ready)
+        for key in states.wholes:
+            on_host = key == "step" and not group.get("capturable") and not group.get("fused")  # where torch wants it
+            given[key] = states.ready.pop(key).to("cpu" if on_host else device)
+        numbers = reader.index.numbers.get(piece.name, {}) if piece.span.numel else {}
+        given |= {key: decode(value) for key, value in numbers.items()}
+        yield wanted, piece, given
+
+
+def _memory_for(piece: Piece, dtype: torch.dtype, had: object) -> Tensor:
+    """The memory of the state that the piece `had` if that fits, else new memory."""
+    if isinstance(had, Tensor) and (had.shape, had.dtype) == (piece.tensor.shape, dtype):
+        return had.detach()
+    return torch.empty_like(piece.tensor.detach(), dtype=dtype)
+
+
+def _stream(reader: Reader, rows: DiskRows, out: Tensor, reads: list[Read], span: Span, box: Box | None) -> None:
+    """From the checkpoint's files to where `out` says on a disk, piece by piece."""
+    memory = torch.empty(min(span.numel, STREAMED_NUMEL), dtype=out.dtype)
+    for start in range(0, span.numel, STREAMED_NUMEL):
+        part = Span(span.start + start, min(span.start + start + STREAMED_NUMEL, span.stop))
+        values = memory[: part.numel]
+        reader.carry((read, values) for read in reader.reads(reads[0].chunk.kind, reads[0].chunk.name, part, box))
+        rows.write(out[start : start + part.numel], values)
+
+
+def _fill_groups(index: Index, optimizer: AdoptedOptimizer) -> None:
+    for group, member, saved in zip(optimizer.groups, optimizer.group_owners, index.groups, strict=True):
+        for key, value in settings_of(saved, member).items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value

@@ -1,0 +1,302 @@
+"""Bytes of a checkpoint's files on their way to where they belong: each is read once and compared with its sum there.
+
+[Note: one pass] What can be read to its place is read there, whole blocks at a time; of a block of which a part is
+wanted the rest goes beside, in the same call (`preadv`), so nothing is copied. Only other dtypes and devices need a
+copy, out of a few MiB. What is only checked goes through memory that stays in the processor's cache. Reading goes
+through each file once, in the order of its bytes, and the disk is told what comes next, because reads of a few MiB, one
+after the other, leave a fast disk idle. Where a rank has more than one core, threads share the work: reading and
+summing leave the interpreter to others.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint.codec import dtype_of
+from shardwise.checkpoint.index import Chunk
+from shardwise.checkpoint.page_cache import announce
+from shardwise.checksum import crc32
+from shardwise.errors import CheckpointError
+from shardwise.placement import Run, Span
+
+PORTION_BYTES = 2**22
+"""Read at once, or the largest block if that is more: the memory that reading takes besides what it fills."""
+CHECKED_BYTES = 2**18
+"""Read at once of what is only checked: it is summed in the processor's cache."""
+AHEAD_BYTES = 2**25
+"""What the disk is asked for ahead of what is read."""
+_MOST_TOGETHER = 256
+"""Portions in one call; the system takes 1024 places, of which a portion may need three."""
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Elements `span` of a chunk (counted from its start), which go to `target` and on of the tensor being filled.
+
+    With `runs` not all of them are wanted, nor go to one place: `(start in the span, start in the tensor, number)`.
+    """
+
+    chunk: Chunk
+    span: Span
+    target: int
+    runs: tuple[Run, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A file of the checkpoint, opened for reading."""
+
+    path: Path
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Bytes `start` to `stop` of a chunk: whole blocks, checked at once.
+
+    From byte `start + before` on they are wanted: `room` takes them as they are; else they are elements for `out`.
+    What has neither is only checked.
+    """
+
+    file: OpenFile
+    chunk: Chunk
+    start: int
+    stop: int
+    before: int = 0
+    room: memoryview | None = None
+    out: torch.Tensor | None = None
+
+    @property
+    def place(self) -> int:
+        """Where in the file it begins."""
+        return self.chunk.offset + self.start
+
+    @property
+    def is_only_checked(self) -> bool:
+        return self.room is None and self.out is None
+
+    @property
+    def beside_bytes(self) -> int:
+        """That are not read to where they are wanted."""
+        return self.stop - self.start - (0 if self.room is None else len(self.room))
+
+    def views(self, beside: memoryview) -> list[memoryview]:
+        """Where its bytes go, in order, with `beside_bytes` of memory for what has no place of its own."""
+        if self.room is None:
+            return [beside]
+        return [view for view in (beside[: self.before], self.room, beside[self.before :]) if len(view)]
+
+
+def portions(read: Read, file: OpenFile, out: torch.Tensor | None) -> Iterator[Portion]:
+    """All of `read`, in order, to go into the flat tensor `out`, or to be checked only."""
+    chunk, dtype = read.chunk, dtype_of(read.chunk.dtype)
+    itemsize, size = dtype.itemsize, chunk.block_bytes
+    first, last = read.span.start * itemsize, read.span.stop * itemsize
+    into = None if out is None else out[read.target : read.target + read.span.numel]
+    room = None
+    if into is not None and into.dtype == dtype and into.device.type == "cpu":
+        room = memoryview(into.view(torch.uint8).numpy().data)
+    at_once = max(PORTION_BYTES // size, 1) * size
+    for start in range(first // size * size, last if read.span.numel else 0, at_once):
+        stop = min(start + at_once, -(-last // size) * size, chunk.num_bytes)
+        here, there = max(start, first), min(stop, last)
+        if into is None:
+            yield Portion(file, chunk, start, stop)
+        elif room is not None:
+            yield Portion(file, chunk, start, stop, here - start, room[here - first : there - first])
+        else:
+            elements = into[(here - first) // itemsize : (there - first) // itemsize]
+            yield Portion(file, chunk, start, stop, here - start, out=elements)
+
+
+class Carrier:
+    """Carries portions out, by `num_threads`."""
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self._num_threads = num_threads
+        self._memory = _Memory()
+
+    def carry(self, wanted: Iterable[Portion]) -> int:
+        """All of them, file by file. Returns how many bytes were read.
+
+        Raises `CheckpointError` naming file and tensor for what cannot be read, or does not have its sum.
+        """
+        due = sorted(wanted, key=lambda portion: (portion.file.handle, portion.place))
+        on_host = all(portion.out is None or portion.out.device.type == "cpu" for portion in due)
+        stretches = list(_stretches(due))
+        _each(_announced(stretches), self._carry, self._num_threads if on_host and len(stretches) > 1 else 1)
+        return sum(stretch.stop - stretch.start for stretch in stretches)
+
+    def _carry(self, stretch: _Stretch) -> None:
+        """Read it in one call, then check it; if nothing of it is kept, a little at a time."""
+        if all(portion.is_only_checked for portion in stretch.portions):
+            for portion in stretch.portions:
+                _compare(portion, self._passing(portion))
+            return
+        beside = self._memory.beside(sum(_aligned(portion.beside_bytes) for portion in stretch.portions))
+        views, at = [], 0
+        for portion in stretch.portions:
+            views.append(portion.views(beside[at : at + portion.beside_bytes]))
+            at += _aligned(portion.beside_bytes)
+        _read(stretch, [view for own in views for view in own])
+        for portion, own in zip(stretch.portions, views, strict=True):
+            _compare(portion, own)
+            if portion.out is not None:
+                dtype, numel = dtype_of(portion.chunk.dtype), portion.out.numel()
+                with torch.no_grad():
+                    portion.out.copy_(torch.frombuffer(own[0], dtype=dtype, count=numel, offset=portion.before))
+
+    def _passing(self, portion: Portion) -> Iterator[memoryview]:
+        """Its bytes, a little at a time, in the same memory."""
+        num_bytes = portion.stop - portion.start
+        memory = self._memory.beside(min(CHECKED_BYTES, num_bytes))
+        for start in range(0, num_bytes, CHECKED_BYTES):
+            view = memory[: num_bytes - start]
+            _read(_Stretch([portion], portion.place + start, portion.place + start + len(view)), [view])
+            yield view
+
+
+class _Memory(threading.local):
+    """Of each thread, for what is not read to its place."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def beside(self, num_bytes: int) -> memoryview:
+        if len(self._memory) < num_bytes:
+            self._memory = memoryview(torch.empty(max(PORTION_BYTES, num_bytes), dtype=torch.uint8).numpy().data)
+        return self._memory[:num_bytes]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Portions that lie one after the other in a file."""
+
+    portions: list[Portion]
+    start: int
+    stop: int
+
+    @property
+    def file(self) -> OpenFile:
+        return self.portions[0].file
+
+    def takes(self, portion: Portion) -> bool:
+        """Whether it is no more than is read at once with this one, too."""
+        fits = portion.stop - portion.start <= PORTION_BYTES - (self.stop - self.start)
+        follows = portion.file is self.file and portion.place == self.stop
+        return fits and follows and len(self.portions) < _MOST_TOGETHER
+
+
+def _stretches(due: Iterable[Portion]) -> Iterator[_Stretch]:
+    """What lies together, as one where it is little: small tensors cost calls, not bytes."""
+    last: _Stretch | None = None
+    for portion in due:
+        if last is not None and last.takes(portion):
+            last.portions.append(portion)
+            last.stop += portion.stop - portion.start
+            continue
+        if last is not None:
+            yield last
+        last = _Stretch([portion], portion.place, portion.place + portion.stop - portion.start)
+    if last is not None:
+        yield last
+
+
+def _announced(stretches: Sequence[_Stretch]) -> Iterator[_Stretch]:
+    """Each in turn, while the kernel has been told of those that follow."""
+    following = iter(stretches)
+    done = told = 0
+    for stretch in stretches:
+        done += stretch.stop - stretch.start
+        while told < done + AHEAD_BYTES and (ahead := next(following, None)) is not None:
+            told += ahead.stop - ahead.start
+            announce(ahead.file.handle, ahead.start, ahead.stop)
+        yield stretch
+
+
+def _each(stretches: Iterable[_Stretch], work: Callable[[_Stretch], None], num_threads: int) -> None:
+    """`work` for each, by that many threads. The first error is raised, when nothing is under way any more."""
+    if num_threads == 1:
+        for stretch in stretches:
+            work(stretch)
+        return
+    with ThreadPoolExecutor(num_threads, "shardwise reads") as threads:
+        under_way: deque[Future[None]] = deque()
+        for stretch in stretches:
+            under_way.append(threads.submit(work, stretch))
+            if len(under_way) > 2 * num_threads:
+                under_way.popleft().result()
+        for done in under_way:
+            done.result()
+
+
+def _read(stretch: _Stretch, views: list[memoryview]) -> None:
+    """Fill the views with the bytes of the stretch, in order."""
+    place = stretch.start
+    while place < stretch.stop:
+        try:
+            count = os.preadv(stretch.file.handle, views, place)
+        except OSError as error:
+            raise CheckpointError(f"{stretch.file.path} cannot be read at {_said(stretch, place)}: {error}") from error
+        if count == 0:
+            raise CheckpointError(f"{stretch.file.path} ends within {_said(stretch, place)}; it was truncated.")
+        place += count
+        if place < stretch.stop:
+            views = _after(views, count)
+
+
+def _after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What of them comes after the first `num_bytes`."""
+    left = []
+    for view in views:
+        if num_bytes < len(view):
+            left.append(view[num_bytes:])
+        num_bytes = max(0, num_bytes - len(view))
+    return left
+
+
+def _said(stretch: _Stretch, place: int) -> str:
+    """The tensor that has byte `place` of the file."""
+    of = next(portion.chunk for portion in reversed(stretch.portions) if portion.place <= place)
+    return f"{of.kind} {of.name}"
+
+
+def _compare(portion: Portion, views: Iterable[memoryview]) -> None:
+    chunk, size = portion.chunk, portion.chunk.block_bytes
+    for number, found in enumerate(_sums(views, size), portion.start // size):
+        if number >= len(chunk.crc32) or found != chunk.crc32[number]:
+            start = chunk.offset + number * size
+            stop = min(start + size, chunk.offset + chunk.num_bytes)
+            raise CheckpointError(
+                f"{portion.file.path} is damaged in {chunk.kind} {chunk.name}: bytes {start} to {stop} do not have the "
+                f"checksum that they were written with."
+            )
+
+
+def _sums(views: Iterable[memoryview], size: int) -> Iterator[int]:
+    """The checksum of each `size` bytes of what the views have, one after the other."""
+    found, missing = 0, size
+    for view in views:
+        at = 0
+        while at < len(view):
+            part = view[at : at + missing]
+            found = crc32(part, found)
+            at, missing = at + len(part), missing - len(part)
+            if not missing:
+                yield found
+                found, missing = 0, size
+    if missing < size:
+        yield found

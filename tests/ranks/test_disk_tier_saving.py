@@ -1,0 +1,161 @@
+"""Checkpoints that are written from a disk's files in the background, while steps go on to change those files."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from twins import Transformer, adamw, batches, train
+
+import shardwise as sw
+from shardwise.errors import CheckpointError
+from shardwise.storage import DiskRows, disk_memory
+from shardwise.testing import run_ranks
+from shardwise.tiers import SystemCalls, TierFolder
+from tests.thorough import THOROUGH
+
+PLAN: dict[str, Any] = {"preset": "infinity", "precision": "bf16", "rows": {"param": {"tier": "disk"}}}
+SAVING = "shardwise checksums"
+"""The thread that reads what is written into a checkpoint."""
+
+
+@pytest.mark.skipif(not THOROUGH, reason="many saves: make thorough")
+def test_steps_and_edits_wait_for_what_a_background_save_has_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save may read nothing before somebody has to wait for it; so the step after it is stopped at its first write,
+    and an edit and a change of plan as well. The checkpoints hold what was there when they were asked for."""
+    gates = [threading.Event() for _ in range(2)]
+    for gate in gates:
+        gate.set()
+    waited: list[set[str]] = [set() for _ in range(2)]
+    read, await_readers = DiskRows.read, DiskRows.await_readers
+
+    def rank_of(rows: DiskRows) -> int:
+        return int(rows.file.path.name.split(".")[0].rpartition("-")[2])
+
+    def gated(self: DiskRows, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if threading.current_thread().name == SAVING:
+            assert gates[rank_of(self)].wait(60)
+        return read(self, tensor, out)
+
+    def noted(self: DiskRows) -> None:
+        if self.is_kept:
+            waited[rank_of(self)].add(self.name)
+            gates[rank_of(self)].set()
+        await_readers(self)
+
+    monkeypatch.setattr(DiskRows, "read", gated)
+    monkeypatch.setattr(DiskRows, "await_readers", noted)
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(6, rows=12)
+
+    def run(saves: bool) -> Callable[[sw.World], list[float]]:
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+        plan = {**PLAN, "disk": str(tmp_path / "scratch"), "disk_checksums": saves}
+
+        def rank(world: sw.World) -> list[float]:
+            replica = replicas[world.rank]
+            with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+
+                def save(name: str) -> None:
+                    engine.save(tmp_path / f"{name}-now")
+                    gates[world.rank].clear()
+                    waited[world.rank].clear()
+                    engine.save(tmp_path / name, wait=False)
+
+                losses = train(engine, data[:2])
+                if saves:
+                    save("stepped")
+                losses += train(engine, data[2:3])
+                if saves:
+                    assert waited[world.rank], "the step changed files that were not saved yet"
+                    save("edited")
+                    for name in (name for name, _ in model.named_parameters() if name.startswith("blocks.1.")):
+                        value = engine.get(name, "exp_avg")
+                        assert value is not None
+                        engine.set(name, value, "exp_avg")
+                    assert waited[world.rank]
+                    save("moved")
+                    engine.reshard({**plan, "rows": {}})
+                    assert waited[world.rank]
+                losses += train(engine, data[3:])
+                if saves:
+                    engine.wait_for_save()
+                    assert engine.resume(tmp_path / "stepped") is not None
+                    assert train(engine, data[2:]) == losses[2:]
+                return losses
+
+        return rank
+
+    assert run_ranks(2, run(saves=True)) == run_ranks(2, run(saves=False))
+    for name in ("stepped", "edited", "moved"):
+        now, later = (sorted((tmp_path / which).glob("step-*/*.safetensors")) for which in (f"{name}-now", name))
+        assert len(now) == len(later) == 2
+        assert [file.read_bytes() for file in now] == [file.read_bytes() for file in later], name
+
+
+class Breaking(SystemCalls):
+    """A disk that reports an error for whatever a checkpoint's thread reads while it is told to."""
+
+    breaks = False
+
+    def read(self, handle: int, into: memoryview, offset: int) -> int:
+        if self.breaks and threading.current_thread().name == SAVING:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(handle, into, offset)
+
+
+def test_a_background_save_that_cannot_read_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call says so; steps are not stopped, and what was saved before is there."""
+    disk = Breaking()
+    monkeypatch.setattr(disk_memory, "TierFolder", partial(TierFolder, calls=disk))
+    torch.manual_seed(0)
+    replica, data = Transformer(), batches(4, rows=6)
+
+    def rank(world: sw.World) -> None:
+        plan = {**PLAN, "disk": str(tmp_path / "scratch")}
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            train(engine, data[:1])
+            engine.save(tmp_path / "saved")
+            disk.breaks = True
+            engine.save(tmp_path / "saved", step=2, wait=False)
+            train(engine, data[1:2])
+            with pytest.raises(CheckpointError, match=r"Reading .* of .*rows-\d+ failed: Input/output error \(EIO\)"):
+                engine.wait_for_save()
+            disk.breaks = False
+            after = train(engine, data[2:])
+            assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-00000001"]
+            assert engine.resume(tmp_path / "saved") is not None
+            train(engine, data[1:2])
+            assert train(engine, data[2:]) == after
+
+    run_ranks(1, rank)
+
+
+def test_a_background_save_holds_no_states_in_memory(tmp_path: Path) -> None:
+    """What it stages is what is in memory anyway, and two windows, however large the states are."""
+    torch.manual_seed(0)
+    replica = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+
+    def rank(world: sw.World) -> None:
+        plan = {"preset": "infinity", "disk": str(tmp_path / "scratch"), "units": {"class": "Linear"}}
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            replica(torch.ones(1, 1024)).sum().backward()
+            engine.step()
+            engine.save(tmp_path / "saved", wait=False)
+            assert engine._state.saver._stage.sized(0)._base is not None
+            staged = engine._state.saver._stage._memory.numel()
+            states = engine.memory().measured_on_disk["optim"]
+            assert staged <= 2 * 2**24 + 2**20 < states / 5
+            assert staged > 0
+
+    run_ranks(1, rank)
