@@ -166,7 +166,7 @@ def test_messages_of_a_link_go_through_the_memory_of_one_host(monkeypatch: pytes
             posted.add((self._rank, rank))
         return post(self, tensor, rank, tag)
 
-    monkeypatch.setattr(neighbours, "_host", host)
+    monkeypatch.setattr(neighbours, "host_identity", host)
     monkeypatch.setattr(ThreadTransport, "send", send)
 
     def rank(world: sw.World) -> None:

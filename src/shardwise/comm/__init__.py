@@ -6,7 +6,8 @@ from shardwise.comm.data_group import DataGroup
 from shardwise.comm.device_collectives import DeviceCollectives
 from shardwise.comm.group import Group, link_between
 from shardwise.comm.journal import Journal
-from shardwise.comm.line import Line, Passing
+from shardwise.comm.life import is_stopped
+from shardwise.comm.line import Line, Passing, Sum
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.pairwise import Pairwise, Transport
 from shardwise.comm.process_groups import ProcessGroups
@@ -15,7 +16,7 @@ from shardwise.comm.shared_buffers import Part, SharedBuffer, SharedBuffers
 from shardwise.comm.small import sum_small
 from shardwise.comm.threads import PostOffice, ThreadTransport
 from shardwise.comm.work import Done, Pending, Work
-from shardwise.comm.world import EVERYBODY, World
+from shardwise.comm.world import EVERYBODY, Host, Watched, World
 
 __all__ = [
     "EVERYBODY",
@@ -26,6 +27,7 @@ __all__ = [
     "DeviceCollectives",
     "Done",
     "Group",
+    "Host",
     "Journal",
     "Line",
     "Meeting",
@@ -37,10 +39,13 @@ __all__ = [
     "ProcessGroups",
     "SharedBuffer",
     "SharedBuffers",
+    "Sum",
     "ThreadTransport",
     "Transport",
+    "Watched",
     "Work",
     "World",
+    "is_stopped",
     "last_words",
     "link_between",
     "require_same_batch",

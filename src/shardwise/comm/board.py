@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
+from shardwise.comm import compat
 from shardwise.comm.fault import Fault
+from shardwise.comm.sealed import SealedStore, opened
+from shardwise.comm.sockets import end_silence
 from shardwise.comm.status import Status
+from shardwise.errors import CommError
+from shardwise.job_token import Seal
 
 _ANSWER_SECONDS = 5
 _STATUS, _FAULT, _LEFT, _WORLDS = "status", "fault", "left", "worlds"
@@ -47,13 +53,16 @@ class BoardError(Exception):
 
 
 class StoreBoard:
-    """A board in a `torch.distributed` store, over a connection of its own."""
+    """A board in a `torch.distributed` store, over a connection of its own.
 
-    def __init__(self, store: Store, size: int) -> None:
+    What no member of the job has written there is as if it were not: see [Note: whom ranks believe] in `sealed.py`.
+    """
+
+    def __init__(self, store: Store, size: int, seal: Seal | None = None) -> None:
         """`store` must not be used by anybody else. All `size` ranks of a world make their boards together."""
         store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
         number = (store.add(f"{KEY}/{_WORLDS}", 1) - 1) // size
-        self._store = PrefixStore(f"{KEY}/{number}", store)
+        self._store = SealedStore(f"{KEY}/{number}", store, seal or Seal())
 
     @property
     def outlives_ranks(self) -> bool:
@@ -63,15 +72,18 @@ class StoreBoard:
         _answered(lambda: self._store.set(f"{_STATUS}/{status.rank}", status.to_json()))
 
     def read(self, rank: int) -> Status | None:
-        text = self._get(f"{_STATUS}/{rank}")
-        return Status.from_json(text) if text is not None else None
+        return self._read(f"{_STATUS}/{rank}", Status.from_json)
 
     def fault(self) -> Fault | None:
-        text = self._get(_FAULT)
-        return Fault.from_json(text) if text is not None else None
+        return self._read(_FAULT, Fault.from_json)
 
     def claim(self, fault: Fault) -> Fault:
-        return Fault.from_json(_answered(lambda: self._store.compare_set(_FAULT, "", fault.to_json())))
+        text = fault.to_json()
+        try:
+            return Fault.from_json(_answered(lambda: self._store.compare_set(_FAULT, "", text)))
+        except (CommError, ValueError):  # a stranger's, in the way of ours
+            _answered(lambda: self._store.set(_FAULT, text))
+            return fault
 
     def leave(self, size: int) -> None:
         if _answered(lambda: self._store.add(_LEFT, 1)) < size:
@@ -79,23 +91,43 @@ class StoreBoard:
         for key in (_FAULT, _LEFT, *(f"{_STATUS}/{rank}" for rank in range(size))):
             _answered(partial(self._store.delete_key, key))
 
-    def _get(self, key: str) -> bytes | None:
+    def _read(self, key: str, parse: Callable[[bytes], Answer]) -> Answer | None:
         def ask() -> bytes | None:
             return self._store.get(key) if self._store.check([key]) else None
 
-        return _answered(ask)
+        try:
+            content = _answered(ask)
+            return None if content is None else parse(content)
+        except (CommError, ValueError):  # a stranger's
+            return None
 
 
 def _answered(question: Callable[[], Answer]) -> Answer:
     try:
         return question()
+    except CommError:
+        raise
     except RuntimeError as error:
         raise BoardError(str(error)) from error
 
 
-def last_words(store: Store, rank: int, prefix: str) -> str:
+def last_words(store: Store, rank: int, prefix: str, seal: Seal | None = None) -> str:
     """What a rank that is gone was doing when it was last heard of; `""` if it never said."""
-    ending = f"/{_STATUS}/{rank}"
-    keys = [key for key in store.list_keys() if f"{prefix}/{KEY}/" in key and key.endswith(ending)]
-    last = max(keys, key=lambda key: int(key.removesuffix(ending).rpartition("/")[2]), default="")
-    return str(Status.from_json(store.get(last))) if last else ""
+    ending = re.compile(rf".*{re.escape(prefix)}/(?:.*/)?{KEY}/(\d{{1,9}})/{_STATUS}/{rank}", re.DOTALL)
+    found = {int(match[1]): match[0] for match in map(ending.fullmatch, store.list_keys()) if match}
+    if not found:
+        return ""
+    name = f"{KEY}/{max(found)}/{_STATUS}/{rank}"
+    try:
+        return str(Status.from_json(opened(seal or Seal(), name, store.get(found[max(found)]))))
+    except (CommError, ValueError):  # a stranger's
+        return ""
+
+
+def board_of(size: int, seal: Seal, timeout_seconds: float) -> StoreBoard | None:
+    """One in the store at which torch's process group met; `None` where that has but one connection."""
+    store = compat.another_connection()
+    if store is None:
+        return None
+    end_silence(compat.port_of(store), timeout_seconds)
+    return StoreBoard(store, size, seal)

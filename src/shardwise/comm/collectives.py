@@ -6,7 +6,7 @@ which makes and ends them, has a `Communicator`, which is all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +19,8 @@ from shardwise.mesh import Mesh
 from shardwise.telemetry import Ledger
 
 Tensor = torch.Tensor
+Lines = Callable[[], Iterable[Sequence[int]]]
+"""Ranks of the world along every line of a kind; asked for where it matters."""
 
 
 class Collectives(Protocol):
@@ -105,10 +107,11 @@ class Buffers(Protocol):
         """Between two steps: let go of the memory that was kept for the next `buffer`, or of most of it."""
         ...
 
-    def shared_buffers(self, group: Group, parts: Sequence[Part]) -> SharedBuffers | None:
+    def shared_buffers(self, group: Group, parts: Sequence[Part], lines: Lines) -> SharedBuffers | None:
         """Memory that the ranks of the group read as one, each piece as long as the part says.
 
-        `None` on all of them where they have none. All ranks of the group call.
+        `None` on all of them where they have none. All ranks of the group call, and those of all `lines` for their own:
+        where one of these cannot share, none does, so that all ranks do the same.
         """
         ...
 

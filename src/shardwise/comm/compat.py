@@ -33,10 +33,44 @@ def another_connection() -> Store | None:
     """
     store: Any = distributed_c10d._get_default_store()  # torch has no public name
     try:
-        twin: Store = store.clone()
+        return twin(store)
     except (RuntimeError, AttributeError):  # not every kind of store can
         return None
-    return twin
+
+
+def twin(store: Any) -> Store:
+    """The same store, over a connection of its own."""
+    found: Store = store.clone()
+    return found
+
+
+def forget_groups() -> None:
+    """Name the groups that are made from here on as a process would that has made none yet.
+
+    Torch puts a group's number into the names of its keys, and a group that could not be opened has had one: those who
+    tried would look for the others under another name than those who come new. A world that was left behind goes too.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    distributed_c10d._world.group_count = 0
+
+
+def is_of_store(store: Store) -> bool:
+    """Whether the process group that is there met at `store`."""
+    if not dist.is_initialized():
+        return False
+    inner: Any = distributed_c10d._get_default_store()
+    while inner is not store and hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    return inner is store
+
+
+def port_of(store: Store) -> int:
+    """Where the process that keeps it listens; 0 for a store that is not kept by one."""
+    inner: Any = store
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    return int(getattr(inner, "port", 0) or 0)
 
 
 def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.comm.collectives import Collectives, Tensor
+from shardwise.comm.collectives import Collectives, Lines, Tensor
 from shardwise.comm.group import Group, line_of
 from shardwise.comm.journal import Awaited, Entry
 from shardwise.comm.process_groups import ProcessGroup, ProcessGroups, TorchWork
@@ -201,7 +201,7 @@ class DeviceCollectives:
     def rest(self, *, keeps_some: bool) -> None:
         """Torch's allocator keeps what it keeps."""
 
-    def shared_buffers(self, group: Group, parts: Sequence[Part]) -> None:
+    def shared_buffers(self, group: Group, parts: Sequence[Part], lines: Lines) -> None:
         """Devices have no memory in common."""
 
     # -- life -------------------------------------------------------------------------------------------

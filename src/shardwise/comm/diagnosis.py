@@ -56,6 +56,18 @@ class Lateness:
 
 
 @dataclass(frozen=True)
+class GoneHost:
+    """A host of which nothing is left, and all `ranks` that were there."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    @property
+    def silence(self) -> str:
+        return f"nothing is heard of {self.name} ({_ranks(self.ranks)}), which is down or cut off"
+
+
+@dataclass(frozen=True)
 class Circle:
     """Ranks that wait for each other, at one time. A fault if it is found again and none has moved."""
 
@@ -279,28 +291,42 @@ def departure(gone: Status, others: Sequence[Status]) -> Fault:
     return _fault(gone.state, (gone.rank,), f"{_capital(str(gone))}.{_told(rest)}", gone)
 
 
-def disappearance(rank: int, last: Status | None, why: str, mine: Status) -> Fault:
-    """A rank's connection broke, and it has said nothing since."""
+def disappearance(rank: int, last: Status | None, why: str, mine: Status, host: GoneHost | None = None) -> Fault:
+    """A rank's connection broke, and it has said nothing since; with it those of all ranks of its `host`, if given."""
     seen = f" Last it said: {last}." if last is not None else " It never said anything."
+    who = f"Rank {rank} is"
+    if host is not None and len(host.ranks) == 1:
+        who = f"Rank {rank}, the only one on {host.name}, is"
+    elif host is not None:
+        who = f"{_capital(_ranks(host.ranks))}, all that were on {host.name}, are"
+        seen = f" Last one said: {last}." if last is not None else " None ever said anything."
+    its = "their" if who.endswith("are") else "its"
     return _fault(
         "lost",
-        (rank,),
-        f"Rank {rank} is gone without a word (killed, or its machine is cut off).{seen} Found when {mine}: {why}",
+        host.ranks if host is not None else (rank,),
+        f"{who} gone without a word (killed, or {its} machine is cut off).{seen} Found when {mine}: {why}",
         last or Status(rank),
     )
 
 
 def overdue(
-    late: Lateness | None, mine: Status, silent_seconds: float, timeout_seconds: float, *, why: str = ""
+    late: Lateness | None,
+    mine: Status,
+    silent_seconds: float,
+    timeout_seconds: float,
+    *,
+    why: str = "",
+    host: GoneHost | None = None,
 ) -> Fault:
-    """The world's timeout has passed while this rank waited; `why` nobody can be asked any more."""
+    """The world's timeout has passed while this rank waited; `why` nobody can be asked any more. `host` is that of the
+    late rank, if nothing is heard of any of its ranks."""
     if late is not None:
-        told = late.text(silent_seconds)
+        told = late.text(silent_seconds) + (f"; {host.silence}" if host is not None else "")
     elif why:
         told = f"{mine}, and the others cannot be asked: {why}"
     else:
         told = f"{mine}, and all ranks have begun it: the network is stuck"
-    ranks = (late.rank,) if late is not None else ()
+    ranks = host.ranks if host is not None else (late.rank,) if late is not None else ()
     blamed = late.status if late is not None and late.status is not None else mine
     return _fault("timeout", ranks, f"Timeout of {timeout_seconds:g} s: {told}.", blamed)
 

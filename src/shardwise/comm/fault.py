@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from shardwise import plain_data
 from shardwise.errors import FaultError
+
+_SHAPE = {"kind": str, "ranks": [int], "text": str, "unit": str, "action": str, "origin": int, "goes_on": bool}
 
 
 @dataclass(frozen=True)
@@ -18,12 +21,18 @@ class Fault:
     unit: str = ""
     action: str = ""
     origin: int = -1
+    goes_on: bool = False
+    """Whether the ranks that live make a new world, in the same processes."""
 
     def error(self) -> FaultError:
         """A new exception each time: one that is raised twice would grow two tracebacks."""
+        next_one = (
+            "the others go on in a new world (`membership.regroup`)."
+            if self.goes_on
+            else "start the job again (`shardwise launch --max-restarts` does so by itself)."
+        )
         return FaultError(
-            f"{self.text}\nNothing more can be sent between these ranks: start the job again "
-            f"(`shardwise launch --max-restarts` does so by itself).",
+            f"{self.text}\nNothing more can be sent between these ranks: {next_one}",
             kind=self.kind,
             ranks=self.ranks,
             unit=self.unit,
@@ -36,5 +45,6 @@ class Fault:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Fault:
-        plain = json.loads(text)
+        """Raises `ValueError` for what is none."""
+        plain = plain_data.read(text.encode() if isinstance(text, str) else text, _SHAPE)
         return cls(**{**plain, "ranks": tuple(plain["ranks"])})

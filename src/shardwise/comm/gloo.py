@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import torch.distributed as dist
@@ -62,6 +62,13 @@ class GlooTransport:
 
     def lost_ranks(self) -> Collection[int]:
         return self._sockets.lost_ranks()
+
+    def closed_ranks(self) -> Collection[int]:
+        return self._sockets.closed_ranks()
+
+    def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+        """Know which connections are to whom. All ranks call; `exchange` gives everybody's message, by rank."""
+        self._sockets.keep_mirrored(rank, exchange)
 
     def cut(self) -> None:
         self._sockets.shut_down()

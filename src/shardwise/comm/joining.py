@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from shardwise.comm.gloo import GlooTransport
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.nccl import leave_errors_to_the_watch
-from shardwise.comm.sockets import Sockets, opened_inside
+from shardwise.comm.pairwise import Transport
+from shardwise.comm.sockets import opened_inside
 from shardwise.devices import RankDevice, TorchAccelerator
-from shardwise.errors import CommError, ConfigError, FaultError
+from shardwise.errors import CommError, ConfigError
+from shardwise.job_token import Seal
+from shardwise.listening import listen_at
+from shardwise.places import Place, address_of, number_in
 
 LATER_SECONDS = 10
 """gloo's own timeout closes connections and names nobody: the watch is to be there before it."""
-_BACKLOG = 4096  # all ranks connect at the same moment
-_STARTERS = {
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "SLURM_NTASKS": "srun",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpiexec",
-}
-"""How many processes were started together, by the variable that says so and whoever sets it."""
 _NONE = "rank {rank} has no accelerator of its own"
 _TWICE = "ranks {first} and {rank} are shown the same device ({identity})"
 _log = logging.getLogger("shardwise")
+
+
+class JoinedTransport(Transport, Protocol):
+    """One between ranks that have just met."""
+
+    def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+        """Find out how to know of the end of others. All ranks call; `exchange` gives everybody's message, by rank."""
+        ...
 
 
 @dataclass
@@ -43,47 +47,12 @@ class Opened:
     device: RankDevice = field(default_factory=RankDevice.cpu)
     why_cpu: str = ""
     """Why that is the CPU, although there are accelerators."""
-    gloo: dist.ProcessGroup | None = None
-    sockets: Sockets = field(default_factory=Sockets)
-    """Of `gloo`."""
+    transport: JoinedTransport | None = None
     beside: dist.ProcessGroup | None = None
-    """`gloo`, if it is not torch's own group."""
+    """Gloo's group, if it is not torch's own."""
 
 
-def place_of(env: Mapping[str, str]) -> tuple[int, int]:
-    """This process's rank and the number of ranks. Raises `ConfigError` for an environment that makes no sense."""
-    if "RANK" not in env and "WORLD_SIZE" not in env:
-        _check_alone(env)
-    rank, size = number_in(env, "RANK", 0), number_in(env, "WORLD_SIZE", 1)
-    if not 0 <= rank < size:
-        raise ConfigError(f"RANK={rank} is not within WORLD_SIZE={size}; ranks count from 0.")
-    return rank, size
-
-
-def _check_alone(env: Mapping[str, str]) -> None:
-    """Without RANK a process is a world of its own, unless it plainly is one of several."""
-    for name, starter in _STARTERS.items():
-        if env.get(name, "").isdigit() and int(env[name]) > 1:
-            prefix = name.partition("_")[0]
-            ranks = {"SLURM": "SLURM_PROCID", "OMPI": "OMPI_COMM_WORLD_RANK", "PMI": "PMI_RANK"}[prefix]
-            raise ConfigError(
-                f"This process is one of {env[name]} that {starter} started ({name}={env[name]}), but RANK and "
-                f"WORLD_SIZE are not set, so each of them would train alone. Set RANK from {ranks}, WORLD_SIZE from "
-                f"{name}, and MASTER_ADDR and MASTER_PORT to a free port of rank 0's host; or WORLD_SIZE=1 if each is "
-                f"to be alone."
-            )
-
-
-def number_in(env: Mapping[str, str], name: str, default: int) -> int:
-    try:
-        return int(env.get(name, default))
-    except ValueError as error:
-        raise ConfigError(
-            f"{name}={env[name]!r} is not a number. Start the ranks with `shardwise launch`, which sets it."
-        ) from error
-
-
-def device_of(env: Mapping[str, str]) -> RankDevice:
+def device_of(place: Place) -> RankDevice:
     """The accelerator that this rank would compute on, by its place among the ranks of its host; else the CPU.
 
     Where each process is shown one device alone, that is it, whatever its place.
@@ -91,7 +60,7 @@ def device_of(env: Mapping[str, str]) -> RankDevice:
     accelerator = TorchAccelerator.found()
     if accelerator is None or not _has_backend(accelerator.kind):
         return RankDevice.cpu()
-    index = number_in(env, "LOCAL_RANK", 0) if accelerator.num_devices > 1 else 0
+    index = place.local_rank if accelerator.num_devices > 1 else 0
     return RankDevice.of(accelerator, index) if index < accelerator.num_devices else RankDevice.cpu()
 
 
@@ -142,71 +111,147 @@ def agree_on_devices(store: Store, rank: int, size: int, identity: str) -> str:
 
 
 def open_process_group(
-    rank: int, size: int, env: Mapping[str, str], timeout_seconds: float, patience_seconds: float
+    place: Place, env: Mapping[str, str], timeout_seconds: float, patience_seconds: float, *, by_mpi: bool
 ) -> Opened:
-    """Meet the others, then open torch's group: gloo for what lies on the host, and another backend for devices.
+    """Meet the others, then open torch's group: for what lies on the host by gloo or by MPI, and another backend for
+    devices.
 
     Keys carry the attempt: after a restart nobody reads what a dead generation wrote.
     """
-    host, port = env.get("MASTER_ADDR", "127.0.0.1"), number_in(env, "MASTER_PORT", 29500)
-    is_host = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    place = f"{host}:{port}"
     timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
+    host, port = address_of(env, place)
+    who, where = f"Rank {place.rank}" + (f" of {place.size}" if place.size else ""), f"{host}:{port}"
     try:
         deadline = time.monotonic() + timeout_seconds
-        if is_host:
-            descriptor = _listen(port).detach()
-            store = TCPStore(
-                host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
-            )
+        if by_mpi:
+            place, store, where = _store_by_mpi(place, env, timeout, deadline, patience_seconds)
+            is_host = place.rank == 0
         else:
-            _await_host(rank, host, port, deadline, patience_seconds)
-            store = TCPStore(host, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
-        Meeting(store, attempt).attend(
+            is_host = place.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            store = _store_at(host, port, place, timeout, deadline, patience_seconds, is_host=is_host)
+        rank, size = place.rank, place.size
+        assert size is not None
+        Meeting(store, attempt, seal=Seal.of(env)).attend(
             rank,
             size,
-            place,
+            where,
             timeout_seconds=max(0.0, deadline - time.monotonic()),
             patience_seconds=patience_seconds,
             is_host=is_host,
         )
         own_store = PrefixStore(f"shardwise/attempt-{attempt}", store)
-        device, why = _agreed_device(own_store, rank, size, env)
-        return _open_groups(own_store, rank, size, timeout, Opened(device, why))
-    except FaultError:
+        device, why = agreed_device(own_store, rank, size, place)
+        return open_groups(own_store, rank, size, timeout, Opened(device, why), by_mpi=by_mpi)
+    except (CommError, ConfigError):
         raise  # it says all there is to say
     except (RuntimeError, OSError) as error:
         raise CommError(
-            f"Rank {rank} of {size} could not meet the others at {place}: {error}. Is the address right, "
-            f"is the port free on rank 0's machine, and have all {size} ranks been started?"
+            f"{who} could not meet the others at {where}: {error}. Is the address right, "
+            f"is the port free on rank 0's machine, and have all {place.size} ranks been started?"
         ) from error
 
 
-def _open_groups(store: Store, rank: int, size: int, timeout: datetime.timedelta, opened: Opened) -> Opened:
-    """Torch's own group, and gloo's connections.
+def _store_at(
+    host: str,
+    port: int,
+    place: Place,
+    timeout: datetime.timedelta,
+    deadline: float,
+    patience_seconds: float,
+    *,
+    is_host: bool,
+) -> Store:
+    """The store at an address that all ranks know."""
+    if not is_host:
+        _await_host(place.rank, host, port, deadline, patience_seconds)
+        return TCPStore(host, port, place.size, is_master=False, timeout=timeout, wait_for_workers=False)
+    descriptor = listen_at(host, port).detach()  # as torch would, but that we alone tell of a port that is taken
+    return TCPStore(
+        host, port, place.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+    )
+
+
+def _store_by_mpi(
+    place: Place, env: Mapping[str, str], timeout: datetime.timedelta, deadline: float, patience_seconds: float
+) -> tuple[Place, Store, str]:
+    """The place that MPI gives this process, and a store whose address rank 0 tells by MPI. All ranks call."""
+    from shardwise.comm.mpi.address import addresses_of_this_host, confirm, connect, invite, invited
+    from shardwise.comm.mpi.session import checked_session
+
+    session = checked_session(place)
+    place = replace(place, rank=session.rank, size=session.size)
+    if place.rank != 0:
+        invitation = invited(session, deadline, patience_seconds)
+        return place, *connect(invitation, session.size, timeout, deadline)
+    is_local = place.local_size == place.size
+    # who is near comes by the loopback interface, who is far by any other: so it is that one, or all
+    listener = listen_at("127.0.0.1" if is_local else "", number_in(env, "MASTER_PORT", 0))
+    port = listener.getsockname()[1]
+    address = env.get("MASTER_ADDR", "")
+    addresses = [address] if address else ["127.0.0.1"] if is_local else addresses_of_this_host()
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        place.size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    session.kept.append(store)  # ranks may still leave the board when this one has closed its world
+    confirm(store, invite(session, addresses, port))
+    return place, store, f"{addresses[0]}:{port}"
+
+
+def open_groups(
+    store: Store, rank: int, size: int, timeout: datetime.timedelta, opened: Opened, *, by_mpi: bool
+) -> Opened:
+    """Torch's own group, and what carries messages of the host's memory.
 
     The backend of a device connects at once, and those sockets are its own: gloo then has a group beside it, so that
     what is found to be opened is gloo's.
     """
     device = opened.device.device
     settings: dict[str, Any] = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
+    if device.type == "cpu" and by_mpi:
+        from shardwise.comm.mpi.backend import BACKEND, register
+
+        register()
+        dist.init_process_group(BACKEND, **settings)
+        open_mpi(opened)
+        return opened
     if device.type == "cpu":
-        with opened_inside() as opened.sockets:
+        with opened_inside() as sockets:
             dist.init_process_group("gloo", **settings)
-        opened.gloo = world_group()
+        opened.transport = GlooTransport(world_group(), sockets)
         return opened
     if device.type == "cuda":
         leave_errors_to_the_watch()
     dist.init_process_group(f"cpu:gloo,{device.type}:{backend_of(device.type)}", device_id=device, **settings)
-    open_beside(opened)
+    if by_mpi:
+        open_mpi(opened)
+    else:
+        open_beside(opened)
     return opened
 
 
 def open_beside(opened: Opened) -> None:
     """A gloo group beside the process group that is there: one of our own, which a fault may break."""
-    with opened_inside() as opened.sockets:
-        opened.gloo = opened.beside = dist.new_group(backend="gloo")
+    with opened_inside() as sockets:
+        opened.beside = dist.new_group(backend="gloo")
+    assert opened.beside is not None
+    opened.transport = GlooTransport(opened.beside, sockets)
+
+
+def open_mpi(opened: Opened) -> None:
+    """Messages by MPI, between the ranks of the process group that is there. All ranks call."""
+    from shardwise.comm.mpi.backend import ranks_communicator
+    from shardwise.comm.mpi.session import session
+    from shardwise.comm.mpi.transport import MpiTransport
+
+    found = session()
+    opened.transport = MpiTransport(found, ranks_communicator(found, dist.get_rank(), dist.get_world_size()))
 
 
 def world_group() -> dist.ProcessGroup:
@@ -216,22 +261,11 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def _agreed_device(store: Store, rank: int, size: int, env: Mapping[str, str]) -> tuple[RankDevice, str]:
+def agreed_device(store: Store, rank: int, size: int, place: Place) -> tuple[RankDevice, str]:
     """This rank's device, if all ranks have one each, else the CPU, and why if that is no matter of course."""
-    device = device_of(env)
+    device = device_of(place)
     why = agree_on_devices(store, rank, size, device.identity)
     return (RankDevice.cpu(), why if TorchAccelerator.found() is not None else "") if why else (device, "")
-
-
-def _listen(port: int) -> socket.socket:
-    """As torch would, but that a port which is taken is told by us alone."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise  # else the system knows the sixth version, and is forbidden to use it
-    return socket.create_server(("", port), backlog=_BACKLOG)
 
 
 def _await_host(rank: int, host: str, port: int, deadline: float, patience_seconds: float) -> None:

@@ -25,6 +25,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ from shardwise.comm.status import Entered, PassPath, Status, Track
 from shardwise.comm.work import LinkError, Work
 from shardwise.errors import CommError, FaultError, StateError
 from shardwise.program import Action, Moment
+from shardwise.telemetry import StepClock
 
 NUM_REMEMBERED = 32
 _NUM_MOMENTS = 64
@@ -52,7 +54,8 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = (threading.__file__, contextlib.__file__)
 _COLLECTIVES = tuple(
-    f"comm/{name}.py" for name in ("pairwise", "device_collectives", "small", "shm/collectives", "shm/buffers")
+    f"comm/{name}.py"
+    for name in ("pairwise", "between_hosts", "device_collectives", "small", "shm/collectives", "shm/buffers")
 )
 _CLOSED = "closed"
 _EXCHANGE = "World.exchange"  # which many call, for different ends
@@ -100,6 +103,8 @@ class Journal:
         """Of a model whose parts lie on different ranks, such as stages of a pipeline, what this rank has."""
         self.error = ""
         """The exception that cut the last forward short, in words."""
+        self.clock = StepClock()
+        """How long this rank has waited for others, and what it does besides."""
         self.waiting: Entry | None = None
         self.device_wait: Callable[[], Entry | None] | None = None
         """Asks the device what it waits for; the host does not know where kernels wait for each other."""
@@ -268,15 +273,22 @@ class Awaited:
         self._entry = entry
         self._work = work
 
+    def beside(self, start: Callable[[Callable[[], None]], Work]) -> Awaited:
+        """The same, of which another thread does all that waiting for it does: `start` has it begin with it."""
+        self._work = start(self._work.wait)
+        return self
+
     def wait(self) -> None:
         journal = self._journal
         journal.waiting = self._entry
+        started = time.perf_counter()
         try:
             self._work.wait()
         except LinkError as error:
             raise journal.failure(error) from error
         finally:
             journal.waiting = None
+            journal.clock.wait(self._entry.line.axis, time.perf_counter() - started)
 
 
 def _track(line: LineRecord) -> Track:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.comm.collectives import Collectives
+from shardwise.comm.collectives import Communicator
 from shardwise.comm.group import Group
-from shardwise.comm.work import Work
+from shardwise.comm.work import Done, Work
 from shardwise.telemetry import Ledger
 
 Tensor = torch.Tensor
@@ -19,13 +19,14 @@ SUBJECT = "activations"
 class Line:
     """The ranks along one axis of a mesh, this one among them. All of them call every method, in one order.
 
-    Everything but `pass_on` blocks. Tensors may have any shape, strides and length unless it says otherwise; sums and
-    concatenations are contiguous, and the same to the bit on all ranks where they are the same tensor.
+    Everything blocks but `pass_on` and what starts a sum. Tensors may have any shape, strides and length unless it says
+    otherwise; sums and concatenations are contiguous, and the same to the bit on all ranks where they are the same
+    tensor.
     """
 
     __slots__ = ("_collectives", "_ledger", "group")
 
-    def __init__(self, collectives: Collectives | None, group: Group, ledger: Ledger | None = None) -> None:
+    def __init__(self, collectives: Communicator | None, group: Group, ledger: Ledger | None = None) -> None:
         """Without `collectives` nothing is sent, and only shapes mean something: for rehearsals. A `ledger` then counts
         what would be."""
         self._collectives = collectives
@@ -60,8 +61,17 @@ class Line:
             return [message] * self.num_ranks
         return self._collectives.exchange(message, self.group, SUBJECT)
 
+    @property
+    def runs_beside(self) -> bool:
+        """Whether what is started here goes on beside what is computed: on a device, whose streams see to that."""
+        return self._collectives is not None and not self._collectives.is_host
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of the ranks' `tensor`, in its dtype."""
+        return self.start_sum(tensor).wait()
+
+    def start_sum(self, tensor: Tensor) -> Sum:
+        """Begin with the same."""
         numel = tensor.numel()
         padded = -(-numel // self.num_ranks) * self.num_ranks
         if padded == numel:
@@ -70,10 +80,11 @@ class Line:
             source = tensor.new_zeros(padded)
             source[:numel].copy_(tensor.detach().reshape(-1))
         out = torch.empty_like(source)
+        work: Work = Done()
         if self._collectives is not None:
-            self._collectives.all_reduce(out, source, self.group, source.dtype, SUBJECT).wait()
+            work = self._collectives.all_reduce(out, source, self.group, source.dtype, SUBJECT)
         self._note("all_reduce", 2 * source.nbytes // self.num_ranks)
-        return out[:numel].view(tensor.shape)
+        return Sum(work, source, lambda: out[:numel].view(tensor.shape))
 
     def concatenate(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """The ranks' `tensor` side by side along `dim`, where each has its own of `sizes`."""
@@ -92,17 +103,22 @@ class Line:
 
     def sum_part(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """Of the sum of the ranks' `tensor` this rank's part along `dim`, where each gets its own of `sizes`."""
+        return self.start_sum_part(tensor, dim, sizes).wait()
+
+    def start_sum_part(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Sum:
+        """Begin with the same."""
         longest = max(sizes)
         parts = tensor.detach().movedim(dim, 0).split_with_sizes(list(sizes))
         source = tensor.new_zeros(self.num_ranks, longest, *parts[0].shape[1:])
         for place, part in enumerate(parts):
             source[place, : part.shape[0]].copy_(part)
         out = torch.empty_like(source[0]).view(-1)
+        work: Work = Done()
         if self._collectives is not None:
-            self._collectives.reduce_scatter(out, source.view(-1), self.group, out.dtype, SUBJECT).wait()
+            work = self._collectives.reduce_scatter(out, source.view(-1), self.group, out.dtype, SUBJECT)
         self._note("reduce_scatter", out.nbytes)
         own = out.view(longest, *parts[0].shape[1:])[: sizes[self.place]]
-        return own.movedim(0, dim).contiguous()
+        return Sum(work, source, lambda: own.movedim(0, dim).contiguous())
 
     def largest(self, tensor: Tensor) -> Tensor:
         """Of each element the largest that any rank has."""
@@ -144,6 +160,21 @@ class Line:
         """Count a message of so many bytes to each other rank, where nobody else does."""
         if self._collectives is None and self._ledger is not None:
             self._ledger.sent(verb, self.axis, (self.num_ranks - 1) * chunk_bytes)
+
+
+class Sum:
+    """A sum on its way."""
+
+    def __init__(self, work: Work, source: Tensor, found: Callable[[], Tensor]) -> None:
+        self._work = work
+        self._source: Tensor | None = source  # it may not go before it has been read
+        self._found = found
+
+    def wait(self) -> Tensor:
+        """What it came to. Asked once."""
+        self._work.wait()
+        self._source = None
+        return self._found()
 
 
 class Passing:

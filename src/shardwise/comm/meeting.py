@@ -16,10 +16,12 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 import psutil
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from shardwise.comm.fault import Fault
+from shardwise.comm.sealed import SealedStore
 from shardwise.errors import FaultError
+from shardwise.job_token import Seal
 
 _PAUSES = 0.005, 0.1
 """Seconds between two looks, at first and after a while."""
@@ -30,10 +32,13 @@ _log = logging.getLogger("shardwise")
 class Meeting:
     """The meetings of one attempt of a job, in its store. Store errors are raised as they come, `RuntimeError`."""
 
-    def __init__(self, store: Store, attempt: str, me: str = "") -> None:
-        """After a restart nobody reads what a dead attempt wrote. `me` tells processes apart; by default it does."""
+    def __init__(self, store: Store, attempt: str, me: str = "", seal: Seal | None = None) -> None:
+        """After a restart nobody reads what a dead attempt wrote. `me` tells processes apart; by default it does.
+
+        What others than the job's own have written raises `CommError`.
+        """
         self._me = me or f"process {os.getpid()} on {socket.gethostname()}, begun at {_began():.2f}"
-        self._store = PrefixStore(f"shardwise/attempt-{attempt}/meeting", store)
+        self._store = SealedStore(f"shardwise/attempt-{attempt}/meeting", store, seal or Seal())
 
     def attend(
         self, rank: int, size: int, place: str, *, timeout_seconds: float, patience_seconds: float, is_host: bool
@@ -56,10 +61,10 @@ class Meeting:
 
     def cancel_without(self, ended: Iterable[int], living: Iterable[int]) -> None:
         """Cancel it if one of the `living` ranks waits for one that has `ended`. For the launcher."""
-        begun = {rank: self._count("begun", rank) for rank in living}
-        waiting = [number for rank, number in begun.items() if number > self._count("met", rank)]
+        begun = {rank: self._store.count(f"begun/{rank}") for rank in living}
+        waiting = [number for rank, number in begun.items() if number > self._met(rank)]
         for rank in ended:
-            if waiting and self._count("begun", rank) < max(waiting):
+            if waiting and self._store.count(f"begun/{rank}") < max(waiting):
                 text = f"Rank {rank} has ended, and well, before it met the others in World.join()."
                 self.cancel(Fault("ended", (rank,), text))
 
@@ -109,8 +114,8 @@ class Meeting:
         self.cancel(mine)
         raise mine.error()
 
-    def _count(self, what: str, rank: int) -> int:
-        key = f"{what}/{rank}"
+    def _met(self, rank: int) -> int:
+        key = f"met/{rank}"
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
 

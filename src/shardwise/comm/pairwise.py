@@ -7,12 +7,12 @@ message, so a rank sends what a ring would, in one round instead of one per rank
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
 
-from shardwise.comm.collectives import Tensor
+from shardwise.comm.collectives import Lines, Tensor
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
 from shardwise.comm.shared_buffers import Part
@@ -40,11 +40,42 @@ class Transport(Protocol):
         """Ranks whose link is closed at the other end, as far as that shows without sending. From any thread."""
         ...
 
+    def closed_ranks(self) -> Collection[int]:
+        """Those, and ranks whose link has been closed at this end because it broke. From any thread."""
+        ...
+
     def cut(self) -> None:
         """End every wait of this rank, now and from now on. From any thread."""
         ...
 
     def close(self) -> None: ...
+
+
+class Nobody:
+    """The transport of a world of one: there is nobody to write to."""
+
+    name = "nothing"
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Work:  # noqa: ARG002
+        return Done()
+
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Work:  # noqa: ARG002
+        return Done()
+
+    def lost_ranks(self) -> tuple[int, ...]:
+        return ()
+
+    def closed_ranks(self) -> tuple[int, ...]:
+        return ()
+
+    def settle(self, rank: int, exchange: Callable[[bytes], list[bytes]]) -> None:
+        """There is nothing to know."""
+
+    def cut(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
 
 
 class Pairwise:
@@ -83,6 +114,7 @@ class Pairwise:
         own = chunks[group.index]
         entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
         partly = self._scatter_sums("all_reduce", own, source.chunk(len(chunks)), group, wire, entry)
+        self._count("all_reduce", group, own.numel() * wire.itemsize)
         tag = entry.tag ^ 1
 
         def give_back() -> None:
@@ -91,7 +123,6 @@ class Pairwise:
             else:  # what travelled was rounded, so everybody keeps the rounded sum
                 gathered = tuple(torch.empty_like(chunk, dtype=wire) for chunk in chunks)
                 gathered[group.index].copy_(own)
-            self._count("all_reduce", group, own.numel() * wire.itemsize)
             Pending(self._swap(group, [gathered[group.index]] * len(chunks), gathered, tag)).wait()
             if own.dtype != wire:
                 for chunk, rounded in zip(chunks, gathered, strict=True):
@@ -146,8 +177,12 @@ class Pairwise:
     def rest(self, *, keeps_some: bool) -> None:
         """Nothing is kept."""
 
-    def shared_buffers(self, group: Group, parts: Sequence[Part]) -> None:
+    def shared_buffers(self, group: Group, parts: Sequence[Part], lines: Lines) -> None:
         """Pairs have no memory in common."""
+
+    def is_on_one_host(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002
+        """Whether these ranks of the world share memory; asked on hosts where some do."""
+        return True
 
     def transport(self, group: Group) -> str:  # noqa: ARG002
         return self._transport.name

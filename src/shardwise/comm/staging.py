@@ -7,6 +7,7 @@ memory until the next sum of its size gives it bytes again.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 
 import torch
@@ -39,28 +40,31 @@ class Staging:
 
 
 class StagingPool:
-    """That of one rank, used by the thread that computes."""
+    """That of one rank."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # what another thread waits for is given back by it
         self._unused: defaultdict[_Kind, list[Staging]] = defaultdict(list)
         self._num_unused = 0
 
     def take(self, num_chunks: int, numel: int, dtype: torch.dtype) -> Staging:
         """Memory for so many messages of `numel` elements."""
         kind = (num_chunks, numel, dtype)
-        unused = self._unused[kind]
-        if not unused:
+        with self._lock:
+            unused = self._unused[kind]
+            staging = unused.pop() if unused else None
+            self._num_unused -= staging is not None
+        if staging is None:
             return Staging(kind)
-        self._num_unused -= 1
-        staging = unused.pop()
         staging.allocate()
         return staging
 
     def give_back(self, staging: Staging) -> None:
         """Every message has come, and been read. What a failed sum has taken is never given back."""
         staging.free()
-        if self._num_unused >= _MOST_KEPT:
-            self._unused.clear()
-            self._num_unused = 0
-        self._unused[staging.kind].append(staging)
-        self._num_unused += 1
+        with self._lock:
+            if self._num_unused >= _MOST_KEPT:
+                self._unused.clear()
+                self._num_unused = 0
+            self._unused[staging.kind].append(staging)
+            self._num_unused += 1

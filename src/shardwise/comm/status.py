@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+from shardwise import plain_data
 
 State = Literal["computing", "waiting", "raised", "ended"]
+_SHAPE: dict[str, Any] = {
+    **dict.fromkeys(("state", "moment", "unit", "doing", "call", "place", "error"), str),
+    **dict.fromkeys(("rank", "beat"), int),
+    "seconds": float,
+    "awaited": plain_data.OneOf(None, (str, int, [int])),
+    "tracks": {str: (int, [(int, int, str, int, int, [str])])},
+    "path": (int, int, [(str, str)], str),
+}
 
 
 class Entered(NamedTuple):
@@ -89,7 +99,10 @@ class Status:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Status:
-        plain = json.loads(text)
+        """Raises `ValueError` for what is none."""
+        plain = plain_data.read(text.encode() if isinstance(text, str) else text, _SHAPE)
+        if plain["state"] not in get_args(State):
+            raise ValueError(f"{plain['state']!r} is not a state of a rank")
         awaited = plain["awaited"]
         plain["awaited"] = (awaited[0], awaited[1], tuple(awaited[2])) if awaited else None
         plain["tracks"] = {

@@ -78,6 +78,9 @@ class ThreadTransport:
         """A thread cannot be killed."""
         return ()
 
+    def closed_ranks(self) -> tuple[int, ...]:
+        return ()
+
     def cut(self) -> None:
         self._is_cut.set()
 

@@ -18,9 +18,20 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from shardwise.comm.board import Board, BoardError
-from shardwise.comm.diagnosis import Circle, Lateness, contradiction, departure, disappearance, judge, overdue
+from shardwise.comm.diagnosis import (
+    SILENT_SECONDS,
+    Circle,
+    GoneHost,
+    Lateness,
+    contradiction,
+    departure,
+    disappearance,
+    judge,
+    overdue,
+)
 from shardwise.comm.fault import Fault
 from shardwise.comm.journal import Journal, in_words
+from shardwise.comm.on_hosts import Hosts
 from shardwise.comm.status import Status
 from shardwise.comm.work import LinkError
 from shardwise.errors import CommError
@@ -29,6 +40,7 @@ LONGEST_PERIOD_SECONDS = 0.5
 # A rank that raises says so before its connections close, but what it says may still be on its way.
 _LOST_AFTER_SECONDS = 0.4
 _HURRIED_PERIOD_SECONDS = 0.1
+_FAREWELL_SECONDS = 10
 _EXPLAINED_AFTER_SECONDS = 4 * LONGEST_PERIOD_SECONDS
 _log = logging.getLogger("shardwise")
 
@@ -49,11 +61,15 @@ class Watchdog:
     ) -> None:
         """`cut` breaks this rank's links, and `lost_ranks` says whose are closed already; from any thread."""
         self.patience_seconds = patience_seconds
+        self.goes_on = False
+        """Whether the ranks that live make a new world after a fault: what its text says."""
         self._journal = journal
         self._size = size
         self._board = board
         self._cut = cut
         self._lost_ranks = lost_ranks
+        self._hosts: Hosts | None = None
+        self._closed_ranks = lost_ranks
         self._timeout_seconds = timeout_seconds
         self._owner = threading.current_thread()
         self._pid = os.getpid()
@@ -75,19 +91,28 @@ class Watchdog:
         if self._owner is threading.main_thread():
             atexit.register(self._at_exit)
 
+    def know_hosts(self, hosts: Hosts, closed_ranks: Callable[[], Collection[int]]) -> None:
+        """Where ranks are, if there are several hosts; and whose links are closed at either end."""
+        self._hosts, self._closed_ranks = hosts, closed_ranks
+
     @property
     def _period_seconds(self) -> float:
         return max(0.01, min(LONGEST_PERIOD_SECONDS, self.patience_seconds / 8))
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Say that this rank has ended, or what it raised, and stop. May be called twice."""
+    def close(self, error: BaseException | None = None, *, parts: bool = True) -> None:
+        """Say that this rank has ended, or what it raised, and stop. May be called twice.
+
+        Unless it `parts` from the others it goes on elsewhere, and says nothing.
+        """
         if self._closing or os.getpid() != self._pid:
             return
         self._closing = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(_FAREWELL_SECONDS)
         self._journal.explain = None
         atexit.unregister(self._at_exit)
+        if not parts or self._thread.is_alive():  # it waits for a store that is cut off: nobody can be told
+            return
         try:
             self._say_farewell(error)
             self._board.leave(self._size)
@@ -152,7 +177,7 @@ class Watchdog:
             self._deliver(self._claim(fault))
 
     def _claim(self, fault: Fault) -> Fault:
-        return self._board.claim(replace(fault, origin=self._journal.rank))
+        return self._board.claim(replace(fault, origin=self._journal.rank, goes_on=self.goes_on))
 
     def _give_up(self, error: Exception) -> None:
         """The watch itself failed: tell the others, and this rank."""
@@ -182,13 +207,33 @@ class Watchdog:
             return self._confirmed(finding)
         if isinstance(finding, Lateness) and self._is_lost(finding.rank):
             why = f"its connection to rank {mine.rank} is closed."
-            return disappearance(finding.rank, finding.status, why, mine)
+            return disappearance(finding.rank, finding.status, why, mine, self._lost_host(finding.rank))
+        silent_host = self._host_where(finding.rank, self._is_silent) if finding is not None else None
         if mine.seconds > self._timeout_seconds:
             silent = self._silent_seconds(finding.rank) if finding is not None else 0.0
-            return overdue(finding, mine, silent, self._timeout_seconds)
+            return overdue(finding, mine, silent, self._timeout_seconds, host=silent_host)
         if isinstance(finding, Lateness) and mine.seconds > self._warn_after_seconds:
-            self._warn(finding)
+            self._warn(finding, silent_host)
         return None
+
+    def _lost_host(self, rank: int) -> GoneHost | None:
+        """The host of a rank that is lost, if all its ranks are."""
+        lost = {rank, *self._closed_ranks()}
+        return self._host_where(rank, lambda other: other in lost)
+
+    def _host_where(self, rank: int, is_so: Callable[[int], bool]) -> GoneHost | None:
+        """The host of `rank`, if it is another one than this rank's and all its ranks are so."""
+        if self._hosts is None:
+            return None
+        there = self._hosts.ranks_beside(rank)
+        for other in there:
+            self._read(other)  # so that it is known since when there is silence
+        if self._journal.rank in there or not all(map(is_so, there)):
+            return None
+        return GoneHost(self._hosts.names[rank], there)
+
+    def _is_silent(self, rank: int) -> bool:
+        return self._silent_seconds(rank) > SILENT_SECONDS
 
     def _is_lost(self, rank: int) -> bool:
         """Whether a rank that keeps this one waiting is gone.
@@ -209,11 +254,12 @@ class Watchdog:
             return None
         return circle.fault([status for rank in circle.concerned if (status := self._read(rank)) is not None])
 
-    def _warn(self, late: Lateness) -> None:
+    def _warn(self, late: Lateness, host: GoneHost | None) -> None:
         """One line, from the lowest of the ranks that wait, and more seldom the longer it lasts."""
         self._warn_after_seconds *= 2
         if self._journal.rank == min(status.rank for status in late.waiting):
-            _log.warning("%s", late.text(self._silent_seconds(late.rank)))
+            where = f"; {host.silence}" if host is not None else ""
+            _log.warning("%s%s", late.text(self._silent_seconds(late.rank)), where)
 
     def _compare(self, mine: Status) -> Fault | None:
         """Where messages bear no tag, two that differ may meet unnoticed: compare histories with a neighbour."""
@@ -233,18 +279,30 @@ class Watchdog:
             return departure(last, [mine])
         if time.monotonic() - self._lost_since < _LOST_AFTER_SECONDS:
             return None
-        return disappearance(lost.rank, last, str(lost), mine)
+        return disappearance(lost.rank, last, str(lost), mine, self._lost_host(lost.rank))
 
     def _look_alone(self, why: str) -> None:
         """The board is gone. What can be known without it is that a link broke, or that time is up."""
         mine = self._journal.status(self._beat, self._seconds())
         if self._lost is not None:
-            fault = disappearance(self._lost.rank, None, f"{self._lost} The store is gone too: {why}", mine)
+            fault = disappearance(
+                self._lost.rank,
+                None,
+                f"{self._lost} The store is gone too: {why}",
+                mine,
+                self._lost_host(self._lost.rank),
+            )
         elif mine.awaited is not None and mine.seconds > self._timeout_seconds:
             fault = overdue(None, mine, 0.0, self._timeout_seconds, why=f"the store is gone ({why})")
         else:
             return
         self._deliver(replace(fault, origin=mine.rank))
+
+    def deliver(self, fault: Fault) -> None:
+        """Somebody else knows better. From any thread; the first fault counts."""
+        if self._journal.fault is None:
+            self._deliver(fault)
+            self._wake.set()
 
     def _deliver(self, fault: Fault) -> None:
         self._journal.fault = fault

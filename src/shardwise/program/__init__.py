@@ -14,6 +14,7 @@ from shardwise.program.action import (
     update_moment,
 )
 from shardwise.program.activations import Activations, Mark
+from shardwise.program.between_hosts import crossing_bytes, lines_on_hosts, sent_by_hosts
 from shardwise.program.build import (
     backward_makes,
     build_pass,
@@ -26,6 +27,7 @@ from shardwise.program.build import (
     norms_numel,
     reduce_due,
     step_gradients,
+    step_parameters,
     verdict_dtype,
     verdict_numel,
 )
@@ -104,12 +106,14 @@ __all__ = [
     "build_step",
     "check",
     "check_step",
+    "crossing_bytes",
     "disk_bytes",
     "drop_due",
     "fills_grad",
     "footprint",
     "gather_due",
     "is_over_schedule",
+    "lines_on_hosts",
     "matrix_exchanges",
     "norms_axes",
     "norms_numel",
@@ -122,10 +126,12 @@ __all__ = [
     "render",
     "resting_disk_bytes",
     "schedule_trace",
+    "sent_by_hosts",
     "serial",
     "shortened",
     "state_of",
     "step_gradients",
+    "step_parameters",
     "straight_passes",
     "straight_trace",
     "update_by",

@@ -134,11 +134,7 @@ def footprint(
     grad = sum(flat.grad_bytes for flat in flats if flat.trainable and flat.tier_of("grad") == "device")
     clock = Walk(units, coordinate)
     clock.kept = _kept_bytes(flats) if activations is not None and activations.on_cpu else 0
-    for _ in range(min(2, num_micro_batches)):  # all later ones hold what the second holds
-        for block, mark in zip(micro_batch, _marks(micro_batch, activations), strict=True):
-            clock.walk(block, mark)
-    for block in step:
-        clock.walk(block)
+    _walk(clock, micro_batch, step, num_micro_batches, activations)
     disk = _on_disk(flats, states_per_param, coordinate)
     buffers = clock.pooled + _disk_buffers(flats, states_per_param, coordinate)
     if activations is not None and activations.disk_bytes:
@@ -152,6 +148,16 @@ def footprint(
     working = clock.peak - clock.peak_grad - clock.peak_activations
     grad, process = grad_buffers + clock.peak_grad, activations.process_bytes
     return Footprint(param, grad, optim, working, clock.peak_activations, process, clock.peak_at, host, disk)
+
+
+def _walk(
+    clock: Walk, micro_batch: Program, step: Program, num_micro_batches: int, activations: Activations | None
+) -> None:
+    for _ in range(min(2, num_micro_batches)):  # all later ones hold what the second holds
+        for block, mark in zip(micro_batch, _marks(micro_batch, activations), strict=True):
+            clock.walk(block, mark)
+    for block in step:
+        clock.walk(block)
 
 
 def _on_host(

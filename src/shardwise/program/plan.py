@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.mesh import Mesh
 from shardwise.program.action import Action, Program
 from shardwise.program.activations import Activations
+from shardwise.program.between_hosts import sent_by_hosts
 from shardwise.program.build import build_pass, build_step
 from shardwise.program.check import check, check_step
 from shardwise.program.footprint import Footprint, footprint
@@ -51,6 +53,13 @@ class StepProgram:
             for action in (action for block in program for action in block.actions if self._sent(action, None)):
                 sent[action.over] = sent.get(action.over, 0) + times * action.sent_bytes
         return sent
+
+    def sent_by_hosts(self, mesh: Mesh, local_size: int, num_micro_batches: int = 1) -> list[int]:
+        """What leaves each host in one optimizer step, with `local_size` ranks on each; see `sent_by_hosts`."""
+        per_batch = sent_by_hosts((action for block in self.micro_batch for action in block.actions), mesh, local_size)
+        per_step = sent_by_hosts((action for block in self.step for action in block.actions), mesh, local_size)
+        times = self._times(num_micro_batches)
+        return [times * batch + step for batch, step in zip(per_batch, per_step, strict=True)]
 
     def footprint(
         self,

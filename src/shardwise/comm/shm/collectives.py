@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.comm.collectives import Tensor
+from shardwise.comm.collectives import Lines, Tensor
 from shardwise.comm.group import Group
 from shardwise.comm.journal import Awaited, Entry, Journal
 from shardwise.comm.pairwise import Pairwise
@@ -149,8 +149,8 @@ class Shared:
     def rest(self, *, keeps_some: bool) -> None:
         self._neighbours.rest(keeps_some=keeps_some)
 
-    def shared_buffers(self, group: Group, parts: Sequence[Part]) -> MappedBuffers | None:
-        if not self._is_near(group) or len(group.ranks) == 1:
+    def shared_buffers(self, group: Group, parts: Sequence[Part], lines: Lines) -> MappedBuffers | None:
+        if len(group.ranks) == 1 or not all(map(self._pairs.is_on_one_host, lines())):
             return None
         return self._meet_in(group, parts)
 
@@ -162,8 +162,8 @@ class Shared:
         self._pairs.cut()
 
     def close(self) -> None:
+        self._pairs.close()  # first: what it does beside this thread reads what neighbours give
         self._neighbours.close()
-        self._pairs.close()
 
     # -- what verbs are made of -------------------------------------------------------------------------
 

@@ -49,6 +49,10 @@ class Futex:
     def advance(self) -> None:
         """Count on, and wake whoever waits."""
         self._cell.value = (self._cell.value + 1) % _WRAP
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake whoever waits, though nothing has changed."""
         if _FUTEX is not None:
             _FUTEX(self._address, _FUTEX_WAKE, _EVERYBODY, None)
 

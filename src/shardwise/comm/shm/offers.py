@@ -76,8 +76,8 @@ class OfferTable:
 
     def notify(self) -> None:
         """Something has changed, here or in what this rank writes elsewhere."""
-        self._order()
-        self.changes.advance()
+        with self._fence:  # it counts, and several threads of a rank may do it
+            self.changes.advance()
 
     # -- what a neighbour does --------------------------------------------------------------------------
 

@@ -1,0 +1,388 @@
+"""Collectives of ranks on several hosts: shared memory inside of each, one copy of everything between any two.
+
+See [Note: one copy between hosts] in `on_hosts.py` for who carries what, and [Note: who goes on] in `background.py`.
+
+[Note: sums over hosts] A chunk is summed over the ranks of each host first, in the order of the group and as wide as
+the flat sum is, then over hosts in the order in which the group comes to them. What a host has summed travels as
+`wire`. Each chunk is summed once, on the rank whose it is, so every rank has the same bits; they differ from those of
+the flat order as two orders of a sum do, and on a narrow wire by one more rounding of each other host's sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm.background import Background
+from shardwise.comm.collectives import Tensor
+from shardwise.comm.group import Group
+from shardwise.comm.journal import Awaited, Entry, Journal
+from shardwise.comm.on_hosts import OnHosts
+from shardwise.comm.pairwise import Pairwise, Transport
+from shardwise.comm.shm.neighbours import Neighbours
+from shardwise.comm.small import exchange
+from shardwise.comm.work import Pending, Work
+
+_SMALL_BYTES = 2**16
+"""Sums over hosts with one rank each that are smaller take less time than handing them to another thread."""
+_SECOND = 1
+"""Part of a tag: the second half of an all-reduce. Others tell what a rank passes on from what is its own."""
+
+
+class BetweenHosts(Pairwise):
+    """A `Communicator` for groups whose ranks may be anywhere. Those of one host alone go better by `Shared`."""
+
+    def __init__(
+        self, transport: Transport, journal: Journal, host_of: Sequence[int], neighbours: Neighbours | None
+    ) -> None:
+        """`host_of` is the number of each rank's host, the same on all ranks; `neighbours` are this host's, if any."""
+        super().__init__(transport, journal)
+        self._host_of = host_of
+        self._here = host_of[journal.rank]
+        self._neighbours = neighbours
+        self._layouts: dict[str, OnHosts] = {}
+        self._background = Background(f"shardwise-{journal.rank}")
+
+    def all_gather(self, full: Tensor, group: Group, subject: str, chunks: Sequence[Tensor] | None = None) -> Work:
+        on = self._on_hosts(group)
+        if not on.is_crowded:
+            return super().all_gather(full, group, subject, chunks)
+        self.ledger.called("gather", group.axis)
+        entry = self.journal.enter("gather", group, full.numel(), full.dtype, subject)
+        chunks = chunks or full.chunk(len(group.ranks))
+        self._note_gather("gather", on, group, chunks[0].nbytes)
+        return self._start(entry, _Gather(self, on, group, chunks, entry.tag).run)
+
+    def reduce_scatter(
+        self,
+        out: Tensor,
+        source: Tensor,
+        group: Group,
+        wire: torch.dtype,
+        subject: str,
+        chunks: Sequence[Tensor] | None = None,
+    ) -> Work:
+        on = self._on_hosts(group)
+        if not on.is_crowded:
+            return super().reduce_scatter(out, source, group, wire, subject, chunks)
+        self.ledger.called("reduce_scatter", group.axis)
+        entry = self.journal.enter("reduce_scatter", group, source.numel(), wire, subject)
+        self._note_sums("reduce_scatter", on, group, out.numel() * wire.itemsize)
+        return self._start(entry, _Sums(self, on, group, out, source, wire, entry.tag).run)
+
+    def all_reduce(self, out: Tensor, source: Tensor, group: Group, wire: torch.dtype, subject: str) -> Work:
+        on = self._on_hosts(group)
+        if not on.is_crowded:
+            work = super().all_reduce(out, source, group, wire, subject)
+            is_small = on.num_hosts == 1 or out.nbytes < _SMALL_BYTES
+            return work if is_small else _beside(work, self._background, group)
+        self.ledger.called("all_reduce", group.axis)
+        entry = self.journal.enter("all_reduce", group, source.numel(), wire, subject)
+        chunks = out.chunk(len(group.ranks))
+        own = chunks[group.index]
+        chunk_bytes = own.numel() * wire.itemsize
+        self._note_sums("all_reduce", on, group, chunk_bytes)
+        self._note_gather("all_reduce", on, group, chunk_bytes)
+        sums = _Sums(self, on, group, own, source, wire, entry.tag)
+        return self._start(entry, lambda: _reduce_all(sums, chunks, wire))
+
+    def all_to_all(self, arrived: Sequence[Tensor], sent: Sequence[Tensor], group: Group, subject: str) -> Work:
+        on, neighbours = self._on_hosts(group), self._neighbours
+        if not on.is_crowded or neighbours is None:
+            return super().all_to_all(arrived, sent, group, subject)
+        self.ledger.called("all_to_all", group.axis)
+        entry = self.journal.enter("all_to_all", group, 0, sent[0].dtype, subject)
+        self.ledger.sent("all_to_all", group.axis, sum(sent[i].nbytes for i, _ in group.others))
+        self.ledger.crossed("all_to_all", group.axis, sum(sent[place].nbytes for place in on.far))
+        far = [self._receive(arrived[i], group.ranks[i], entry.tag) for i in on.far if arrived[i].numel()]
+        far += [self._send(sent[i], group.ranks[i], entry.tag) for i in on.far if sent[i].numel()]
+        for place in on.neighbours:
+            if sent[place].numel():
+                neighbours.offer(self.lent(sent[place])[0], entry.tag, [group.ranks[place]], to_one=True)
+
+        def fetch() -> None:
+            for place in on.neighbours:
+                if arrived[place].numel():
+                    neighbours.take(group.ranks[place], entry.tag, _copy_into(arrived[place]))
+
+        return Awaited(self.journal, entry, Pending(far, fetch))
+
+    def broadcast(self, tensor: Tensor, root: int, group: Group, subject: str) -> Work:
+        on = self._on_hosts(group)
+        if not on.is_crowded or not tensor.numel():
+            return super().broadcast(tensor, root, group, subject)
+        self.ledger.called("broadcast", group.axis)
+        entry = self.journal.enter("broadcast", group, tensor.numel(), tensor.dtype, subject)
+        source = group.ranks.index(root)
+        if source == group.index:
+            self.ledger.sent("broadcast", group.axis, len(group.others) * tensor.nbytes)
+            self.ledger.crossed("broadcast", group.axis, (on.num_hosts - 1) * tensor.nbytes)
+        return self._start(entry, lambda: self._hand_out(tensor, source, on, group, entry.tag))
+
+    def exchange(self, message: bytes, group: Group, subject: str) -> list[bytes]:
+        on = self._on_hosts(group)
+        if not on.is_crowded:
+            return super().exchange(message, group, subject)
+
+        def gather(full: Tensor) -> None:
+            entry = self.journal.enter("exchange", group, full.numel(), full.dtype, subject)
+            chunks = full.chunk(len(group.ranks))
+            self._note_gather("exchange", on, group, chunks[0].nbytes)
+            # whoever calls waits at once, so there is nothing to go on beside
+            Awaited(self.journal, entry, Pending([], _Gather(self, on, group, chunks, entry.tag).run)).wait()
+
+        return exchange(message, group, gather)
+
+    def is_on_one_host(self, ranks: Sequence[int]) -> bool:
+        return len({self._host_of[rank] for rank in ranks}) == 1
+
+    def transport(self, group: Group) -> str:
+        name = super().transport(group)
+        return f"shared memory and {name}" if self._on_hosts(group).is_crowded else name
+
+    def close(self) -> None:
+        self._background.close(self._cut_all)
+        super().close()
+
+    # -- what the steps of a collective are made of ------------------------------------------------------
+
+    def post(self, tensor: Tensor, rank: int, tag: int) -> Work:
+        """Begin to send to another host. From any thread, as all of these; raises `LinkError`."""
+        return self._transport.send(tensor, rank, tag)
+
+    def expect(self, tensor: Tensor, rank: int, tag: int) -> Work:
+        return self._transport.receive(tensor, rank, tag)
+
+    def lent(self, tensor: Tensor) -> tuple[Tensor, bool]:
+        """The same values in memory that neighbours can read, and whether that is the tensor itself."""
+        if self.lies_open(tensor):
+            return tensor, True
+        return self.open_memory(tensor.numel(), tensor.dtype).copy_(tensor), False
+
+    def lies_open(self, tensor: Tensor) -> bool:
+        """Whether neighbours can read it where it lies."""
+        return self._neighbours is not None and self._neighbours.lies_open(tensor)
+
+    def open_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory that can be offered; where there are no neighbours, any."""
+        if self._neighbours is None:
+            return torch.empty(numel, dtype=dtype)
+        return self._neighbours.buffer(numel * dtype.itemsize, waits=False).view(dtype)
+
+    def offer(self, tensor: Tensor, tag: int, group: Group, on: OnHosts) -> int | None:
+        """Let all neighbours of the group read `tensor`, which is open memory; the offer's number."""
+        if self._neighbours is None or not on.neighbours:
+            return None
+        return self._neighbours.offer(tensor, tag, [group.ranks[place] for place in on.neighbours])
+
+    def take(self, rank: int, tag: int, use: Callable[[Tensor], None]) -> None:
+        assert self._neighbours is not None
+        self._neighbours.take(rank, tag, use)
+
+    def await_readers(self, number: int | None) -> None:
+        if number is not None:
+            assert self._neighbours is not None
+            self._neighbours.await_readers(number)
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _on_hosts(self, group: Group) -> OnHosts:
+        found = self._layouts.get(group.name)
+        if found is None:
+            found = self._layouts[group.name] = OnHosts(group.ranks, group.index, self._host_of)
+        return found
+
+    def _start(self, entry: Entry, steps: Callable[[], None]) -> Work:
+        return Awaited(self.journal, entry, self._background.start(entry.line.name, steps))
+
+    def _hand_out(self, tensor: Tensor, source: int, on: OnHosts, group: Group, tag: int) -> None:
+        """The root sends to its partner on every other host; who has it first on a host gives it to its neighbours."""
+        first = source if source in on.near else on.carrier(source)
+        if first != on.own:
+            self.take(group.ranks[first], tag, _copy_into(tensor))
+            return
+        messages = []
+        if source == on.own:
+            messages = [self.post(tensor, group.ranks[place], tag) for place in on.partners]
+        else:
+            self.expect(tensor, group.ranks[source], tag).wait()
+        if on.neighbours:
+            self.offer(self.open_memory(tensor.numel(), tensor.dtype).copy_(tensor), tag, group, on)
+        for message in messages:
+            message.wait()
+
+    def _count(self, verb: str, group: Group, num_bytes: int) -> None:
+        super()._count(verb, group, num_bytes)
+        self.ledger.crossed(verb, group.axis, len(self._on_hosts(group).far) * num_bytes)
+
+    def _note_gather(self, verb: str, on: OnHosts, group: Group, chunk_bytes: int) -> None:
+        """A rank's chunk is for all others, and leaves once for each host."""
+        self.ledger.sent(verb, group.axis, len(group.others) * chunk_bytes)
+        self.ledger.crossed(verb, group.axis, len(on.partners) * chunk_bytes)
+
+    def _note_sums(self, verb: str, on: OnHosts, group: Group, chunk_bytes: int) -> None:
+        self.ledger.sent(verb, group.axis, len(group.others) * chunk_bytes)
+        self.ledger.crossed(verb, group.axis, len(on.carried) * chunk_bytes)
+
+    def _cut_all(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.cut()
+        self.cut()
+
+
+@dataclass
+class _Gather:
+    """Every chunk goes once to each other host, and is read by the neighbours of who receives it."""
+
+    comm: BetweenHosts
+    on: OnHosts
+    group: Group
+    chunks: Sequence[Tensor]
+    """By place; this rank's own is filled."""
+    tag: int
+
+    def run(self) -> None:
+        own, ranks = self.chunks[self.on.own], self.group.ranks
+        if not own.numel():
+            return
+        landing = {place: self._landing(place) for place in self.on.carried}
+        arriving = [(place, self.comm.expect(landing[place], ranks[place], self.tag)) for place in self.on.carried]
+        leaving = [self.comm.post(own, ranks[place], self.tag) for place in self.on.partners]
+        offered = [self._offer(self.on.own, own, self.tag)]
+        for place in self.on.neighbours:
+            self.comm.take(ranks[place], self.tag, _copy_into(self.chunks[place]))
+        for place, message in arriving:
+            message.wait()
+            offered.append(self._offer(place, landing[place], _passed_on(self.tag, place)))
+            if landing[place] is not self.chunks[place]:
+                self.chunks[place].copy_(landing[place])
+        for place in self.on.far:
+            carrier = self.on.carrier(place)
+            if carrier != self.on.own:
+                self.comm.take(ranks[carrier], _passed_on(self.tag, place), _copy_into(self.chunks[place]))
+        for message in leaving:
+            message.wait()
+        for number in offered:  # what lies in the caller's memory may be written to next
+            self.comm.await_readers(number)
+
+    def _landing(self, place: int) -> Tensor:
+        """Where what comes from a far place can be read by neighbours."""
+        chunk = self.chunks[place]
+        if not self.on.neighbours or self.comm.lies_open(chunk):
+            return chunk
+        return self.comm.open_memory(chunk.numel(), chunk.dtype)
+
+    def _offer(self, place: int, tensor: Tensor, tag: int) -> int | None:
+        """The offer's number, if `tensor` is the caller's own memory."""
+        if not self.on.neighbours:
+            return None
+        lent, is_itself = self.comm.lent(tensor)
+        number = self.comm.offer(lent, tag, self.group, self.on)
+        return number if is_itself and tensor is self.chunks[place] else None
+
+
+@dataclass
+class _Sums:
+    """Every host sums its ranks' chunks; who is partner of a far chunk's rank sends it that host's sum."""
+
+    comm: BetweenHosts
+    on: OnHosts
+    group: Group
+    out: Tensor
+    """This rank's chunk of the sum."""
+    source: Tensor
+    wire: torch.dtype
+    tag: int
+
+    def run(self) -> None:
+        on, ranks, chunks = self.on, self.group.ranks, self.source.chunk(len(self.group.ranks))
+        if not self.source.numel():
+            return
+        arrived = [torch.empty(self.out.numel(), dtype=self.wire) for _ in on.partners]
+        arriving = [
+            self.comm.expect(tensor, ranks[place], self.tag) for tensor, place in zip(arrived, on.partners, strict=True)
+        ]
+        if on.neighbours:
+            is_narrow = self.source.dtype != self.wire
+            given = self.source if not is_narrow and self.comm.lies_open(self.source) else None
+            if given is None:
+                given = self.comm.open_memory(self.source.numel(), self.wire).copy_(self.source)
+            self.comm.offer(given, self.tag, self.group, on)
+        sums = self._sums_of_host([*on.carried, on.own], chunks)
+        leaving = [
+            self.comm.post(total.to(self.wire), ranks[place], self.tag)
+            for place, total in zip(on.carried, sums, strict=False)
+        ]
+        for message in arriving:
+            message.wait()
+        own = sums[-1]
+        if on.number and own.data_ptr() == self.out.data_ptr():
+            own = own.clone()  # our summand must not be overwritten before its turn
+        ordered = list(arrived)
+        ordered.insert(on.number, own)
+        self.out.copy_(ordered[0])
+        for summand in ordered[1:]:
+            self.out.add_(summand)
+        for message in leaving:
+            message.wait()
+
+    def _sums_of_host(self, places: Sequence[int], chunks: Sequence[Tensor]) -> list[Tensor]:
+        """Of the chunks at `places` this host's sums, in the order of the group."""
+        if not self.on.neighbours:
+            return [chunks[place] for place in places]
+        dtype = torch.promote_types(self.out.dtype, self.wire)
+        sums = [torch.empty(self.out.numel(), dtype=dtype) for _ in places]
+        is_begun = False
+
+        def add(summands: Sequence[Tensor]) -> None:
+            for total, place in zip(sums, places, strict=True):
+                if is_begun:
+                    total.add_(summands[place])
+                else:
+                    total.copy_(summands[place])
+
+        for place in self.on.near:
+            if place == self.on.own:
+                add(chunks)
+            else:
+                self.comm.take(
+                    self.group.ranks[place],
+                    self.tag,
+                    lambda given: add(given.view(self.wire).chunk(len(self.group.ranks))),
+                )
+            is_begun = True
+        return sums
+
+
+def _reduce_all(sums: _Sums, chunks: Sequence[Tensor], wire: torch.dtype) -> None:
+    """The sums, and what each rank has summed for all; `chunks` are those of the result."""
+    sums.run()
+    own = sums.out
+    gathered = list(chunks)
+    if own.dtype != wire:  # what travels is rounded, so everybody keeps the rounded sum
+        gathered = [torch.empty_like(chunk, dtype=wire) for chunk in chunks]
+        gathered[sums.on.own].copy_(own)
+    _Gather(sums.comm, sums.on, sums.group, gathered, sums.tag ^ _SECOND).run()
+    if own.dtype != wire:
+        for chunk, rounded in zip(chunks, gathered, strict=True):
+            chunk.copy_(rounded)
+
+
+def _beside(work: Work, background: Background, group: Group) -> Work:
+    """`work` is waited for, with what it does then, by another thread."""
+    assert isinstance(work, Awaited)
+    return work.beside(lambda steps: background.start(group.name, steps))
+
+
+def _passed_on(tag: int, place: int) -> int:
+    """The tag under which a neighbour finds what came from the far `place`."""
+    return tag ^ (place + 1) << 1
+
+
+def _copy_into(tensor: Tensor) -> Callable[[Tensor], None]:
+    def copy(given: Tensor) -> None:
+        tensor.copy_(given.view(tensor.dtype))
+
+    return copy

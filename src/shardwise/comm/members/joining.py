@@ -1,0 +1,116 @@
+"""From the environment that an elastic launcher sets to the world of a generation.
+
+[Note: openings that nobody ends] While groups connect, gloo waits for a rank that has died until its own timeout, deep
+in native code and, if the other one was to connect, on no socket that could be shut. So a thread of its own opens a
+generation. When the launcher says that it is over, that thread is left behind: it meets nobody any more under these
+keys, ends with an error some time, and touches nothing that the next generation uses.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from shardwise.comm import compat
+from shardwise.comm.board import board_of
+from shardwise.comm.joining import LATER_SECONDS, Opened, agreed_device, open_groups
+from shardwise.comm.members.departure import DEPARTURE
+from shardwise.comm.members.membership import Opening, StoreMembership
+from shardwise.comm.members.post import RanksPost
+from shardwise.comm.world import MEMBER, Watched, World
+from shardwise.errors import CommError
+from shardwise.job_token import Seal
+from shardwise.places import Place, address_of, place_of
+
+_LEFT_AFTER_SECONDS = 0.1
+"""See [Note: openings that nobody ends]: one that was nearly through gets so long."""
+
+
+def join_members(env: Mapping[str, str], shares_memory: bool, timeout_seconds: float, patience_seconds: float) -> World:
+    """Enter the generation that lets this process in, and know the way to the next. See `World.join`."""
+
+    def open_world(opening: Opening) -> World:
+        opened = open_generation(place_of(env), opening, timeout_seconds)
+        assert opened.transport is not None
+        size = len(opening.members)
+        world = World(
+            opening.rank,
+            size,
+            opened.transport,
+            device=opened.device,
+            watched=Watched.by(board_of(size, Seal.of(env), timeout_seconds), timeout_seconds, patience_seconds),
+        )
+        world.belong(opening.generation, opening.members, membership)
+        if env is os.environ:
+            os.environ.update(RANK=str(opening.rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+        opening.watch_over(world)
+        try:
+            world.settle(opened, timeout_seconds, shares_memory=shares_memory)
+        except (CommError, RuntimeError, OSError):
+            world.part()
+            raise
+        return world
+
+    images = env.get("SHARDWISE_IMAGES", "")
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    membership = StoreMembership(
+        RanksPost(launchers_store(env), attempt, int(env[MEMBER]), Seal.of(env)),
+        open_world,
+        folder=Path(images) if images else None,
+        first_news=int(env.get("SHARDWISE_NEWS", "0")),
+        timeout_seconds=timeout_seconds,
+    )
+    entered = membership.enter()
+    DEPARTURE.follow(membership, env.get("SHARDWISE_ELASTIC", ""))
+    return entered
+
+
+def launchers_store(env: Mapping[str, str]) -> TCPStore:
+    """A connection to the store of an elastic launcher. Raises `CommError` if it does not answer."""
+    host, port = address_of(env, Place())
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False)
+    except RuntimeError as error:
+        raise CommError(f"The launcher does not answer at {host}:{port}: {error}.") from error
+
+
+def open_generation(place: Place, opening: Opening, timeout_seconds: float) -> Opened:
+    """What a member has once it has met the others of a generation. All its members call.
+
+    Raises `CommError` as soon as the generation is over, and `RuntimeError` as torch does.
+    """
+    size = len(opening.members)
+    place = replace(place, rank=opening.rank, size=size, local_size=size)
+
+    def work() -> None:
+        try:
+            opened: Opened | Exception = _open(place, opening, size, timeout_seconds)
+        except (CommError, RuntimeError, OSError, ValueError) as error:
+            opened = error
+        opening.answers.put(opened)
+        if opening.is_over and not isinstance(opened, Exception) and compat.is_of_store(opening.store):
+            dist.destroy_process_group()  # nobody takes it
+
+    thread = threading.Thread(target=work, name=f"shardwise-open-{opening.generation}", daemon=True)
+    thread.start()
+    answer = opening.answers.get()
+    if isinstance(answer, Opened) and not opening.is_over:
+        return answer
+    thread.join(_LEFT_AFTER_SECONDS)
+    if isinstance(answer, Exception):
+        raise CommError(f"The generation could not be opened: {answer}") from answer
+    raise CommError("The generation was over before it was opened.")
+
+
+def _open(place: Place, opening: Opening, size: int, timeout_seconds: float) -> Opened:
+    timeout = datetime.timedelta(seconds=timeout_seconds + LATER_SECONDS)
+    compat.forget_groups()
+    device, why = agreed_device(opening.store, opening.rank, size, place)
+    return open_groups(opening.store, opening.rank, size, timeout, Opened(device, why), by_mpi=False)

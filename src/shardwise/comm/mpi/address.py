@@ -1,0 +1,137 @@
+"""Where ranks meet that MPI has started: rank 0 opens a store, and tells the others by MPI where it is.
+
+Nobody has to give an address or a port. The store is what it is under other launchers: the board of faults, torch's own
+groups and the meeting work as they do there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+from torch._C._distributed_c10d import TCPStore
+
+from shardwise.comm.life import host_identity
+from shardwise.comm.mpi.progress import Steps
+from shardwise.comm.mpi.session import Session
+from shardwise.errors import CommError
+
+_TAG, _MOST_BYTES = 29_513, 16_384
+_SECONDS_TO_ANSWER = 2
+_TOKEN = "shardwise/mpi-token"
+_log = logging.getLogger("shardwise")
+
+
+class Invitation:
+    """What rank 0 tells the others."""
+
+    def __init__(self, addresses: Sequence[str], port: int, host: str, token: str) -> None:
+        self.addresses = tuple(addresses)
+        self.port = port
+        self.host = host
+        self.token = token
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, said: bytes) -> Invitation:
+        return cls(**json.loads(said))
+
+
+def invite(session: Session, addresses: Sequence[str], port: int) -> Invitation:
+    """Tell all others where rank 0 listens. Returns at once."""
+    invitation = Invitation(addresses, port, host_identity(), secrets.token_hex(16))
+    said = bytearray(invitation.to_bytes())
+    assert len(said) <= _MOST_BYTES, "a host has few addresses"
+    world = session.mpi.COMM_WORLD
+    for rank in range(1, session.size):
+        session.progress.start(_sending(world, said, rank), is_message=True)
+    return invitation
+
+
+def invited(session: Session, deadline: float, patience_seconds: float) -> Invitation:
+    """What rank 0 tells; says so while it tells nothing. Raises `CommError` at the deadline."""
+    said = bytearray(_MOST_BYTES)
+
+    def steps() -> Steps:
+        yield [session.mpi.COMM_WORLD.Irecv([said, session.mpi.BYTE], 0, _TAG)]
+
+    operation = session.progress.start(steps())
+    session.progress.wait(operation, _Patience(session.rank, deadline, patience_seconds).look)
+    return Invitation.from_bytes(bytes(said).rstrip(b"\0"))
+
+
+def connect(invitation: Invitation, size: int, timeout: datetime.timedelta, deadline: float) -> tuple[TCPStore, str]:
+    """A connection to rank 0's store, and its place in words. Raises `OSError` if none of its addresses answers."""
+    is_near = invitation.host == host_identity()
+    addresses = ["127.0.0.1"] if is_near else invitation.addresses
+    while True:
+        for address in addresses:
+            with contextlib.suppress(OSError, RuntimeError):
+                with contextlib.closing(socket.create_connection((address, invitation.port), _SECONDS_TO_ANSWER)):
+                    pass
+                store = TCPStore(
+                    address, invitation.port, size, is_master=False, timeout=timeout, wait_for_workers=False
+                )
+                if store.check([f"{_TOKEN}/{invitation.token}"]):  # else it is somebody else's of this address
+                    return store, f"{address}:{invitation.port}"
+        if time.monotonic() > deadline:
+            raise OSError(
+                f"rank 0 told by MPI that it listens at port {invitation.port} of {', '.join(addresses)}, and none "
+                f"answers; set MASTER_ADDR on rank 0 to an address that the others reach"
+            )
+        time.sleep(0.1)
+
+
+def confirm(store: TCPStore, invitation: Invitation) -> None:
+    """Rank 0's, before the others come."""
+    store.set(f"{_TOKEN}/{invitation.token}", "here")
+
+
+def addresses_of_this_host() -> list[str]:
+    """Under which others may reach it: what its name means first, then those of its interfaces that are up."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    stats = psutil.net_if_stats()
+    for name, entries in psutil.net_if_addrs().items():
+        if name in stats and stats[name].isup:
+            found += [entry.address for entry in entries if entry.family == socket.AF_INET]
+    return [address for address in dict.fromkeys(found) if not address.startswith("127.")] or ["127.0.0.1"]
+
+
+def _sending(world: Any, said: bytearray, rank: int) -> Steps:
+    yield [world.Isend(said, rank, _TAG)]
+
+
+class _Patience:
+    """Says now and then that rank 0 has not come."""
+
+    def __init__(self, rank: int, deadline: float, patience_seconds: float) -> None:
+        self._rank = rank
+        self._deadline = deadline
+        self._began = time.monotonic()
+        self._warn_after = patience_seconds
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now > self._deadline:
+            raise CommError(
+                f"Rank {self._rank} waited {now - self._began:.0f} s for rank 0, which did not come to World.join(). "
+                f"All ranks that mpirun starts have to call it."
+            )
+        if now - self._began > self._warn_after:
+            self._warn_after *= 2
+            _log.warning(
+                "Rank %d waits for rank 0, which has not come to World.join() yet, for %.0f s.",
+                self._rank, now - self._began,
+            )  # fmt: skip

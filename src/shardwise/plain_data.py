@@ -1,0 +1,66 @@
+"""What others send, read as plain data of the shape that is expected, and within bounds. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NoReturn
+
+Shape = Any
+"""A type (`float` takes whole numbers too), `None`, a list `[shape]` of any length, a tuple of shapes, a dict of shapes
+by key (all of them have to be there, no others), a dict `{str: shape}` with any keys, or `OneOf` several shapes."""
+MAX_BYTES = 2**24
+
+
+class OneOf:
+    """A shape that is any of several."""
+
+    def __init__(self, *shapes: Shape) -> None:
+        self.shapes = shapes
+
+
+def read(content: bytes, shape: Shape, *, max_bytes: int = MAX_BYTES) -> Any:
+    """The JSON in `content`, which has to be of `shape`. Raises `ValueError` for all else."""
+    if len(content) > max_bytes:
+        raise ValueError(f"it has {len(content)} bytes, more than {max_bytes}")
+    try:
+        value = json.loads(content.decode(), parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not fits(value, shape):
+        raise ValueError("it is not of the form that is expected")
+    if b"\\ud" in content.lower():
+        json.dumps(value, ensure_ascii=False).encode()  # half a character is a UnicodeEncodeError, a ValueError
+    return value
+
+
+def fits(value: Any, shape: Shape) -> bool:
+    """Whether plain data has a shape."""
+    if isinstance(shape, OneOf):
+        return any(fits(value, one) for one in shape.shapes)
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(one, shape[0]) for one in value)
+    if isinstance(shape, tuple):
+        return isinstance(value, list) and len(value) == len(shape) and all(map(fits, value, shape))
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return False
+        if set(shape) == {str}:
+            return all(fits(one, shape[str]) for one in value.values())
+        return value.keys() == shape.keys() and all(fits(value[key], inner) for key, inner in shape.items())
+    if shape is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
+    if shape is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return value is None if shape is None else isinstance(value, shape)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a number in JSON")

@@ -1,0 +1,54 @@
+"""What of a program's messages leaves each host: of all that a host gives, one copy for every other host.
+
+How ranks carry it is in `comm/on_hosts.py`; these are the bytes of it, the same to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardwise.mesh import Mesh
+from shardwise.program.action import Action
+
+Places = tuple[int, ...]
+_ONCE, _TWICE = ("gather", "reduce_scatter"), ("all_reduce", "agree")
+
+
+def lines_on_hosts(hosts: Sequence[int]) -> tuple[Places, ...]:
+    """The places of a line by host, in the order in which the line comes to them; `hosts` has that of each place."""
+    by_host: dict[int, list[int]] = {}
+    for place, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(place)
+    return tuple(tuple(places) for places in by_host.values())
+
+
+def crossing_bytes(verb: str, chunk_bytes: int, num_near: int, num_ranks: int, num_hosts: int) -> int:
+    """What all ranks of one host together send to others for one collective of a line.
+
+    `chunk_bytes` is what each of the line's `num_ranks` gives (`gather`) or gets (`reduce_scatter`); of an `all_reduce`
+    a rank's share. `num_near` of the ranks are of that host.
+    """
+    gathered = num_near * (num_hosts - 1) * chunk_bytes
+    summed = (num_ranks - num_near) * chunk_bytes
+    return {"gather": gathered, "reduce_scatter": summed}.get(verb, gathered + summed)
+
+
+def sent_by_hosts(actions: Iterable[Action], mesh: Mesh, local_size: int) -> list[int]:
+    """Bytes that leave each host for `actions`, which every rank runs; hosts have `local_size` ranks in a row.
+
+    Counted are gathers, sums and what is agreed on. Not counted: buffers that are broadcast, whole matrices and
+    activations, and what ranks ask each other outside of a program.
+    """
+    num_ranks = mesh.world_size
+    sent = [0] * -(-num_ranks // local_size)
+    for action in actions:
+        rounds = 1 if action.verb in _ONCE else 2 if action.verb in _TWICE else 0
+        if not rounds or not action.sent_bytes:
+            continue
+        chunk_bytes = action.sent_bytes // (rounds * (mesh.size(action.over) - 1))
+        for ranks in {mesh.group(rank, action.over) for rank in range(num_ranks)}:
+            hosts = lines_on_hosts([rank // local_size for rank in ranks])
+            for places in hosts:
+                left = crossing_bytes(action.verb, chunk_bytes, len(places), len(ranks), len(hosts))
+                sent[ranks[places[0]] // local_size] += left
+    return sent

@@ -1,0 +1,343 @@
+"""What others may send to ranks and launchers, forged, replayed or endless: nobody crashes, waits or believes it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import queue
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from shardwise import plain_data
+from shardwise.comm import Meeting
+from shardwise.comm.board import KEY, StoreBoard, last_words
+from shardwise.comm.fault import Fault
+from shardwise.comm.status import Status
+from shardwise.errors import CommError, FaultError
+from shardwise.integrations.horovod.links import Door, come_to
+from shardwise.job_token import VARIABLE, ForgedError, Seal, new_token
+from shardwise.launch import Attempt, Job
+from shardwise.launch.hosts import facts, wire
+from shardwise.launch.hosts.connection import Connection
+from shardwise.launch.hosts.gather import job_as_message
+from shardwise.launch.outcome import Outcome
+from shardwise.launch.places.hosts import Host, Share
+from shardwise.launch.places.ssh import SshSettings, plan_ssh
+from shardwise.listening import listen_at
+from tests.pure.test_diagnosis import status
+from tests.thorough import drawn
+
+FUZZED = settings(max_examples=drawn(25, 300))
+
+MARK = wire.packed({})[:1]
+FAULT = Fault("lost", (1,), "Rank 1 is gone.", origin=0)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def damaged(data: st.DataObject, content: bytes) -> bytes:
+    """Other bytes altogether, or these with some of them changed, lost or added."""
+    if data.draw(st.booleans()):
+        return data.draw(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+    changed = bytearray(content)
+    for at in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
+        changed[at] = data.draw(st.integers(0, 255))
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(changed))] * 2)))
+    return bytes(changed[:start] + changed[stop:] if data.draw(st.booleans()) else changed[start:stop])
+
+
+class TestPlainData:
+    @FUZZED
+    @given(st.data())
+    def test_statuses_and_faults_are_whole_or_refused(self, data: st.DataObject) -> None:
+        for parse, good in ((Status.from_json, status(1, [1, 2], waits=2)), (Fault.from_json, FAULT)):
+            try:
+                found: Any = parse(damaged(data, good.to_json().encode()))
+            except ValueError:
+                continue
+            assert json.loads(found.to_json())
+            assert f"{found}".encode()
+            if isinstance(found, Fault):
+                assert isinstance(found.error(), FaultError)
+
+    @pytest.mark.parametrize(
+        "content",
+        [b"[" * 10**6, b'{"a":' * 10**6, b'"\\ud800"', b"\xff", b"NaN", b"9" * 10**5, b"", b"x" * (2**24 + 1)],
+        ids=lambda content: f"{content[:6]!r} of {len(content)}",
+    )
+    def test_what_is_refused(self, content: bytes) -> None:
+        with pytest.raises(ValueError):  # noqa: PT011 whatever it says
+            plain_data.read(content, plain_data.OneOf(str, int, float, [list], dict))
+
+    @FUZZED
+    @given(JSON, JSON)
+    def test_shapes_are_what_they_say(self, value: Any, other: Any) -> None:
+        assert plain_data.fits({"a": value, "b": [value]}, {"a": object, "b": [object]})
+        assert not plain_data.fits({"a": value, "c": other}, {"a": object})
+        assert plain_data.fits([value, other], (object, object))
+        assert not plain_data.fits(True, int)
+        assert plain_data.fits(10**400, float) is False
+
+
+class TestSeal:
+    @FUZZED
+    @given(st.data(), st.binary(max_size=50))
+    def test_only_what_was_closed_here_is_opened(self, data: st.DataObject, content: bytes) -> None:
+        seal = Seal("token", "1")
+        sealed = seal.close("name", content)
+        assert seal.open("name", sealed) == content
+        others = [Seal("token", "0"), Seal("other", "1"), Seal("", "1")]
+        for wrong in [damaged(data, sealed), *(other.close("name", content) for other in others)]:
+            if wrong != sealed:
+                with pytest.raises(ForgedError):
+                    seal.open("name", wrong)
+        with pytest.raises(ForgedError):
+            seal.open("name2", sealed)
+
+    def test_tokens_are_new_each_time(self) -> None:
+        assert len({new_token() for _ in range(100)}) == 100
+        seal = Seal.of({VARIABLE: "t", "TORCHELASTIC_RESTART_COUNT": "3"})
+        assert seal.open("n", Seal("t", "3").close("n", b"x")) == b"x"
+
+
+def boards(token: str, size: int = 2) -> tuple[Store, list[StoreBoard]]:
+    store = HashStore()
+    attempt = PrefixStore("attempt-0", store)
+    return store, [StoreBoard(attempt, size, Seal(token)) for _ in range(size)]
+
+
+@pytest.mark.parametrize("token", ["token", ""])
+def test_strangers_at_the_board(token: str) -> None:
+    """Whatever they write: with a token nothing of it is believed, without one what is no message is not there."""
+    store, (mine, theirs) = boards(token)
+    theirs.publish(status(1, [1]))
+    place = f"attempt-0/{KEY}/0"
+    genuine = store.get(f"{place}/status/1")
+
+    @FUZZED
+    @given(st.data())
+    def write(data: st.DataObject) -> None:
+        stranger = Seal(data.draw(st.sampled_from(["", "guessed"])), "0")
+        for key, text in (("status/1", status(1, [9]).to_json()), ("fault", FAULT.to_json())):
+            forged = data.draw(st.sampled_from([text.encode(), stranger.close(f"{KEY}/0/{key}", text.encode())]))
+            store.set(f"{place}/{key}", damaged(data, forged) if data.draw(st.booleans()) else forged)
+        found, fault, words = mine.read(1), mine.fault(), last_words(store, 1, "attempt-0", Seal(token))
+        if token:
+            assert (found, fault, words) == (None, None, "")
+
+    write()
+    store.set(f"{place}/status/1", genuine)
+    assert mine.read(1) == status(1, [1])
+    assert "rank 1" in last_words(store, 1, "attempt-0", Seal(token))
+    if not token:
+        return
+    store.set(f"{place}/status/0", genuine)  # a rank's own words in the mouth of another one
+    assert mine.read(0) is None
+    store.set(
+        f"{place}/fault", Seal(token, "7").close(f"{KEY}/0/fault", FAULT.to_json().encode())
+    )  # of another attempt
+    assert mine.fault() is None
+    assert mine.claim(FAULT) == FAULT
+    assert theirs.fault() == FAULT
+    store.set(f"{place}x/{KEY}/{'9' * 400}/status/1", b"")
+    store.set(f"attempt-0/{KEY}/-1/status/1", b"")
+    assert "rank 1" in last_words(store, 1, "attempt-0", Seal(token))
+
+
+@pytest.mark.parametrize("key", ["who/0", "size", "fault"])
+def test_strangers_at_the_meeting(key: str) -> None:
+    """They can keep ranks from meeting, but not have them blame one of their own."""
+    store = HashStore()
+    place = "shardwise/attempt-0/meeting"
+    text = FAULT.to_json() if key == "fault" else "2 1"
+    store.set(f"{place}/{key}", Seal("guessed").close(f"{place}/{key}", text.encode()))
+    with pytest.raises(CommError, match="was not written by a member of this job") as raised:
+        Meeting(store, "0", "me", Seal("token")).attend(
+            0, 2, "here", timeout_seconds=5, patience_seconds=5, is_host=False
+        )
+    assert not isinstance(raised.value, FaultError)
+    assert "SECURITY.md" in str(raised.value)
+
+
+class TestWire:
+    @FUZZED
+    @given(st.data())
+    def test_any_line_is_a_message_or_none(self, data: st.DataObject) -> None:
+        key, shapes, read = data.draw(
+            st.sampled_from([("do", wire.ORDERS, wire.order), ("said", wire.REPORTS, wire.report)])
+        )
+        kind = data.draw(st.sampled_from(sorted(shapes)))
+        fields = {name: data.draw(JSON) for name in shapes[kind]}
+        line = damaged(data, json.dumps({key: kind, **fields}).encode())
+        found = read(MARK + line)
+        assert found is None or plain_data.fits(found, {key: str, **shapes[found[key]]})
+        if found is not None and key == "said":
+            assert wire.is_about(found, range(0)) in (True, False)
+            for outcome in found.get("outcomes", ()):
+                wire.outcome_from(outcome, 0.0)
+
+    def test_what_we_send_is_of_the_shape_that_is_read(self) -> None:
+        """Of messages that are made of a class's fields, which may come to have more of them."""
+        plan = plan_ssh(Job(("a.py",), 2, threads=1, port=2), [Share(Host("h"), 0, 2)], SshSettings("/"), {"A": "b"})
+        job = job_as_message(plan, _Host(plan.shares[0]))  # type: ignore[arg-type]
+        seat = {"size": 2, "host": 0, "num_hosts": 1}
+        sent: list[dict[str, Any]] = [
+            {"do": "look", "directory": "/", "job": job},
+            {
+                "do": "start",
+                "first_rank": 0,
+                "seat": seat,
+                "attempt": asdict(Attempt("h", 1)),
+                "environment": {"A": "b"},
+            },
+        ]
+        for message in sent:
+            assert wire.order(wire.packed(message)[:-1]) == json.loads(json.dumps(message))
+        ended = [wire.outcome_as_message(Outcome(0, 1, None, 1.0, "E" * 10**6, "T" * 10**6))]
+        for said in ({"said": "over", "outcomes": ended, "killed": 0}, facts.look("/absent", plan.job)):
+            assert wire.report(wire.packed(said)[:-1]) == json.loads(json.dumps(said))
+        assert len(ended[0]["traceback"]) == wire.MAX_TRACEBACK_CHARS
+
+    @FUZZED
+    @given(st.data())
+    def test_orders_are_found_however_they_are_cut(self, data: st.DataObject) -> None:
+        orders = [{"do": "end", "number": number} for number in range(3)]
+        noise = st.binary(max_size=20).map(lambda line: line.replace(b"\n", b"") + b"\n")
+        whole = b"".join(data.draw(noise) + wire.packed(one) for one in orders)
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=5)))
+        reading, writing = os.pipe()
+        inbox, found = wire.Inbox(reading), []
+        for start, stop in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+            os.write(writing, whole[start:stop])
+            found += inbox.take(0)
+        os.close(writing)
+        while not inbox.closed:
+            found += inbox.take(1)
+        os.close(reading)
+        assert found == orders
+
+    def test_a_line_without_an_end_takes_no_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(wire, "MAX_LINE_BYTES", 100)
+        reading, writing = os.pipe()
+        inbox = wire.Inbox(reading)
+        for _ in range(50):
+            os.write(writing, MARK + b"x" * 30_000)
+            assert inbox.take(1) == []
+            assert len(inbox._rest) < 2**17
+        os.write(writing, b"\n" + wire.packed({"do": "bye"}))
+        assert inbox.take(1) == [{"do": "bye"}]
+        for descriptor in (reading, writing):
+            os.close(descriptor)
+        lines = io.BytesIO(b"a" * 100 + b"\n" + b"b" * 1000 + b"\nc\n" + b"d" * 101 + b"\ne")
+        assert [len(line) for line in wire.bounded_lines(lines, 100)] == [101, 2, 102, 1]
+
+
+class _Host:
+    def __init__(self, share: Share) -> None:
+        self.share = share
+
+
+HOSTILE = """
+import json, sys, time
+def say(**message):
+    sys.stdout.write("\\x1e" + json.dumps(message) + "\\n")
+say(said="output", rank=0, is_error=False, text="of another host")
+say(said="ended", ranks=[0])
+say(said="lost")
+say(said=["a"])
+print("Welcome")
+say(said="output", rank=1, is_error=False, text="mine")
+for _ in range(40):
+    sys.stdout.write("\\x1e" + "x" * 2**20)
+    sys.stderr.write("y" * 2**20)
+print()
+for letter in "\\x1e" + json.dumps({"said": "failed"}) + "\\n":
+    print(letter, end="", flush=True)
+    time.sleep(0.005)
+"""
+
+
+def test_a_host_that_lies_and_floods() -> None:
+    """It speaks for its own ranks alone, fills no memory, and may be slow."""
+    arrivals: Any = queue.Queue(2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    host = Connection(Share(Host("h"), 1, 1), [sys.executable, "-c", HOSTILE], arrivals)
+    heard = [arrivals.get(timeout=60)[1] for _ in range(3)]
+    host.close(5)
+    assert [message["said"] for message in heard] == ["output", "failed", "lost"]
+    assert heard[0]["text"] == "mine"
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 4 * wire.MAX_LINE_BYTES
+    assert len(host.complaints) < 2**22
+
+
+@contextmanager
+def at_the_door(door: Door, size: int) -> Iterator[dict[str, Any]]:
+    admitted: dict[str, Any] = {}
+
+    def admit() -> None:
+        admitted["links"] = door.admit(size, 30)
+
+    thread = threading.Thread(target=admit)
+    thread.start()
+    yield admitted
+    thread.join(40)
+    assert not thread.is_alive()
+
+
+def test_strangers_at_horovods_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may know all that the store has; without the token they stay outside, and so does who is too slow."""
+    monkeypatch.setattr("shardwise.integrations.horovod.links._WORD_SECONDS", 0.3)
+    monkeypatch.setenv(VARIABLE, "token")
+    door = Door("127.0.0.1")
+    port, name = door.address.split()
+    with at_the_door(door, 1) as admitted:
+        for said in (b"", b"\xff" * 36, Seal("guessed").word(name) + bytes(4), Seal("").word(name) + bytes(4)):
+            with socket.create_connection(("127.0.0.1", int(port))) as stranger:
+                stranger.sendall(said)
+        with socket.create_connection(("127.0.0.1", int(port))) as slow:
+            slow.sendall(b"x")
+            started = time.monotonic()
+            link = come_to("127.0.0.1", door.address, 0, 10)
+            slow.settimeout(10)
+            assert slow.recv(1) == b""
+            assert time.monotonic() - started < 8
+    assert list(admitted["links"]) == [0]
+    link.send(b"hello")
+    assert admitted["links"][0].receive() == [b"hello"]
+    for one in (link, admitted["links"][0]):
+        one.close()
+
+
+def test_listening_is_at_the_named_address_alone() -> None:
+    for host, address in (("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("127.0.0.2", "127.0.0.2")):
+        with listen_at(host, 0) as listener:
+            assert listener.getsockname()[0] == address
+    for host in ("", "192.0.2.1", "no.such.host.invalid"):  # nothing of ours: by way of another machine, perhaps
+        with listen_at(host, 0) as listener:
+            assert listener.getsockname()[0] in ("::", "0.0.0.0")
+    with listen_at("127.0.0.1", 0) as listener, pytest.raises(OSError, match="in use"):
+        listen_at("127.0.0.1", listener.getsockname()[1])
+
+
+def test_no_token_on_a_command_line(tmp_path: Path) -> None:
+    """What is on it, everybody on a host can read."""
+    plan = plan_ssh(Job(("a.py",), 1), [Share(Host("h"), 0, 1)], SshSettings("/", copies=True), {VARIABLE: "s3cr3t"})
+    shown = [plan.text(), *plan.connection(plan.shares[0]), *plan.copy(plan.shares[0]), *plan.job.rank_command()]
+    assert not any("s3cr3t" in word for word in shown)
