@@ -137,6 +137,34 @@ def test_sequences_are_cut_between_blocks(preset: str) -> None:
     assert_equal(sharded(Transformer, preset, asked), plain(seeded(Transformer), 2))
 
 
+def test_of_gathered_sequences_a_part_is_saved() -> None:
+    """Columns read the whole sequence, and gather it again in the backward."""
+    models = [seeded(Transformer) for _ in range(2)]
+    plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}
+    whole = (tokens(0).numel(), 24)
+
+    def rank(world: sw.World) -> tuple[list[tuple[int, ...]], int]:
+        saved: list[tuple[int, ...]] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tuple(tensor.flatten(0, -2).shape) if tensor.dim() > 1 else ())
+            return tensor
+
+        with sw.shard(models[world.rank], plan, world=world) as engine:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = engine(tokens(0))
+            ledger = engine._sharded.ledger
+            ledger.clear()
+            engine.backward(loss)
+            return saved, ledger.sent_bytes["gather", "tp"]
+
+    for saved, gathered_bytes in run_ranks(2, rank):
+        assert (whole[0] // 2, whole[1]) in saved
+        assert saved.count(whole) == 2, "what the last norm and the head read, behind the blocks"
+        # of each block the inputs of two regions and the gradients of two rows' outputs; that of the first edge
+        assert gathered_bytes == (2 * (2 + 2) + 1) * 4 * math.prod(whole) // 2
+
+
 def test_sequences_that_cannot_be_dealt_are_refused() -> None:
     models = [seeded(Transformer) for _ in range(2)]
     plan = {"preset": "ddp", "mesh": {"dp": 1, "tp": 2}, "tensor": {**TENSOR, "sequence": True}}

@@ -67,15 +67,20 @@ class Column(Forward):
         self.sizes = sizes
         self.gathers = gathers
         self.shared = shared
+        kind = type(self.module)
+        self.is_conv1d = kind.__name__ == "Conv1D"
+        self.is_linear = kind is nn.Linear or self.is_conv1d
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         entered = tensor
         if not self.is_entered:
             entered = self.regions.enter(self.module, tensor, on_sequence=self.on_sequence, is_alone=self.is_alone)
-        if self.shared is None:
-            made: Tensor = self.original(entered, *args, **kwargs)
-        else:
-            with swapped(self.module, self.shared.of(self.module, self.line)):
+        own = {} if self.shared is None else self.shared.of(self.module, self.line)
+        made = None
+        if self.is_linear:
+            made = self.regions.product(self.module, entered, own, is_conv1d=self.is_conv1d)
+        if made is None:
+            with swapped(self.module, own):
                 made = self.original(entered, *args, **kwargs)
         return gather_from(made, self.line, -1, self.sizes) if self.gathers else made
 

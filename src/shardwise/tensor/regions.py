@@ -5,17 +5,38 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardwise.comm import Line
 from shardwise.errors import ModelError
+from shardwise.tensor.beside import LaterWeight, SumBeside, awaited, sent
 from shardwise.tensor.functions import copy_to, gather_from, gather_to, reduce_from, reduce_scatter_from, scatter_to
 from shardwise.tensor.generators import Generators
+from shardwise.tensor.products import GatheredAgain, Part, has_own_backward, product
 
 Tensor = torch.Tensor
 SEQUENCE_DIM = -2
+
+
+@dataclass(frozen=True)
+class _Entered:
+    """A region that is open, and what opened it."""
+
+    module: nn.Module
+    tensor: weakref.ref[Tensor]
+    version: int
+    has_grad: bool
+    made: Tensor
+    later: dict[nn.Module, LaterWeight]
+    part: Part | None
+    """What is saved for the backward in the place of `made`, where this rank has a part of it."""
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it was opened with `tensor` as it is now."""
+        return self.tensor() is tensor and (self.version, self.has_grad) == (tensor._version, torch.is_grad_enabled())
 
 
 class Regions:
@@ -29,7 +50,11 @@ class Regions:
         """`generators` for a model that draws random numbers in its forward."""
         self.line = line
         self._generators = generators
-        self._entered: tuple[weakref.ref[Tensor], int, bool, Tensor] | None = None
+        self._entered: _Entered | None = None
+        self._alone: _Entered | None = None
+        self._together: dict[nn.Module, list[nn.Module]] = {}
+        """By the module that enters a region: the columns that read what it has entered with."""
+        self._under_way: set[SumBeside] = set()
 
     def __deepcopy__(self, memo: object) -> Regions:
         """A rehearsal's: nothing is sent, and nobody's generators are touched."""
@@ -39,18 +64,57 @@ class Regions:
         """What a column module reads; `is_alone`: no row module follows. `on_sequence`: of the input
         this rank has its part of the sequence."""
         known = self._entered
-        if known is not None and known[0]() is tensor and known[1:3] == (tensor._version, torch.is_grad_enabled()):
-            return known[3]
-        if not on_sequence:
-            entered = copy_to(tensor, self.line)
+        if known is not None and known.is_of(tensor):
+            return known.made
+        sizes = [tensor.shape[SEQUENCE_DIM]] * self.line.num_ranks if on_sequence else []
+        later: dict[nn.Module, LaterWeight] = {}
+        if weights := self._weights_for_later(module):  # in this order: see [Note: sums beside products]
+            beside = SumBeside(self.line, SEQUENCE_DIM if on_sequence else None, sizes, self._under_way)
+            before = awaited(tensor, beside)
+            later = {column: LaterWeight(weight) for column, weight in weights.items()}
+            made = sent(before, beside)
+        elif on_sequence:
+            made = gather_to(tensor, self.line, SEQUENCE_DIM, sizes)
         else:
-            sizes = [tensor.shape[SEQUENCE_DIM]] * self.line.num_ranks
-            entered = gather_to(tensor, self.line, SEQUENCE_DIM, sizes)
-        if not is_alone:
-            self._entered = weakref.ref(tensor), tensor._version, torch.is_grad_enabled(), entered
+            made = copy_to(tensor, self.line)
+        part = Part(tensor, GatheredAgain(self.line, SEQUENCE_DIM, sizes)) if on_sequence else None
+        entered = _Entered(module, weakref.ref(tensor), tensor._version, torch.is_grad_enabled(), made, later, part)
+        if is_alone:
+            self._alone = entered
+        else:
+            self._entered = entered
             if self._generators is not None and module.training and not on_sequence:  # else they have parted before
                 self._generators.part()
-        return entered
+        return made
+
+    def _weights_for_later(self, module: nn.Module) -> dict[nn.Module, Tensor]:
+        """Of the columns that read what `module` enters with, weights whose gradients can be made behind the sum."""
+        if not self.line.runs_beside:
+            return {}
+        found = {column: column._parameters.get("weight") for column in self._together.get(module, ())}
+        return {column: weight for column, weight in found.items() if weight is not None and has_own_backward(weight)}
+
+    def product(self, column: nn.Module, tensor: Tensor, own: dict[str, Tensor], *, is_conv1d: bool) -> Tensor | None:
+        """What `column` computes of `tensor`, where its backward differs from torch's; `None` where it does not.
+
+        `own` has what stands in the place of its parameters, the gradients of which cannot be left for later.
+        """
+        alone, self._alone = self._alone, None
+        entered = next((one for one in (alone, self._entered) if one is not None and one.made is tensor), None)
+        if entered is None:
+            return None
+        params = {**column._parameters, **own}
+        if not own:
+            together = self._together.setdefault(entered.module, [])
+            if column not in together:
+                together.append(column)
+            later = entered.later.pop(column, None)
+            if later is not None:
+                return later.product(tensor, params.get("bias"), entered.part, is_conv1d=is_conv1d)
+        weight = params["weight"]
+        if entered.part is None or weight is None or not has_own_backward(weight):
+            return None
+        return product(tensor, weight, params.get("bias"), is_conv1d=is_conv1d, part=entered.part)
 
     def leave(self, partial: Tensor, bias: Tensor | None, *, on_sequence: bool) -> Tensor:
         """What a row module makes of its summand."""
@@ -92,7 +156,9 @@ class Regions:
 
     def forget(self) -> None:
         """A forward begins: what an exception left open is closed."""
-        self._entered = None
+        self._entered = self._alone = None
+        for beside in tuple(self._under_way):
+            beside.give_up()
         if self._generators is not None:
             self._generators.join()
 
