@@ -16,8 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import shardwise as sw
 from shardwise.comm import Meeting
-from shardwise.comm.joining import place_of
-from shardwise.errors import CommError, ConfigError, FaultError
+from shardwise.errors import CommError, FaultError
 
 Connect = Callable[[], TCPStore]
 
@@ -119,23 +118,6 @@ def test_a_rank_that_met_the_others_may_end(connect: Connect) -> None:
     store = connect()
     Meeting(store, "0", me="launcher").cancel_without([1], [0])
     assert not any(key.endswith("/message") for key in store.list_keys())
-
-
-@pytest.mark.parametrize(
-    ("name", "starter", "rank"),
-    [
-        ("SLURM_NTASKS", "srun", "SLURM_PROCID"),
-        ("OMPI_COMM_WORLD_SIZE", "mpirun", "OMPI_COMM_WORLD_RANK"),
-        ("PMI_SIZE", "mpiexec", "PMI_RANK"),
-    ],
-)
-def test_one_of_several_does_not_train_alone(name: str, starter: str, rank: str) -> None:
-    with pytest.raises(ConfigError, match=f"one of 4 that {starter} started .*Set RANK from {rank}, WORLD_SIZE from"):
-        place_of({name: "4"})
-    assert place_of({name: "1"}) == (0, 1)
-    assert place_of({name: "4", "WORLD_SIZE": "1"}) == (0, 1)
-    assert place_of({name: "4", "RANK": "2", "WORLD_SIZE": "4"}) == (2, 4)
-    assert place_of({}) == (0, 1)
 
 
 def test_a_host_that_does_not_answer_is_told_of(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture) -> None:

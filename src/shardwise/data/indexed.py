@@ -12,33 +12,47 @@ import numpy as np
 
 from shardwise.data.prefetch import Abandoned, Task
 from shardwise.data.recipe import Made, Place, Recipe
-from shardwise.data.sampling import Draw, Sampler
+from shardwise.data.sampling import Draw, Sampler, Share
 from shardwise.data.sources import Catalogue
 from shardwise.errors import DataError
+
+MOST_NAMED = 16
 
 
 class IndexedFeed:
     """Makes any step without the others, so that any number of threads or processes may make them."""
 
-    def __init__(self, catalogue: Catalogue, recipe: Recipe) -> None:
-        self.sampler = Sampler(catalogue.order, recipe.batch_rows)
+    def __init__(self, catalogue: Catalogue, batch_rows: int, recipe: Recipe) -> None:
+        self.sampler = Sampler(catalogue.order, batch_rows)
         self._catalogue = catalogue
         self._recipe = recipe
 
-    def tasks(self, start: Place) -> Iterator[Task[Made]]:
-        return (partial(self.make, step) for step in itertools.count(start.step))
+    def tasks(self, start: Place, share: Share) -> Iterator[Task[Made]]:
+        return (partial(self.make, step, share) for step in itertools.count(start.step))
 
-    def make(self, step: int, stop: Event) -> Made:
-        """This rank's share of the batch of `step`. Raises `DataError`; `Abandoned` when `stop` is set."""
-        recipe = self._recipe
-        draw = self.sampler.share(step, recipe.rank, recipe.size)
+    def make(self, step: int, share: Share, stop: Event) -> Made:
+        """A rank's share of the batch of `step`. Raises `DataError`; `Abandoned` when `stop` is set."""
+        draw = self.sampler.rows(step, share.read)
         samples: list[Any] = [None] * len(draw)
         for number in np.unique(draw.source):
-            self._read(int(number), draw, samples, step, stop)
-        return Made(recipe.collated(samples, step), Place(step), Place(step + 1))
+            self._read(int(number), draw, samples, (step, share.read.start), stop)
+        return Made(self._recipe.collated(samples, step, share), share.counts, Place(step), Place(step + 1))
 
-    def _read(self, number: int, draw: Draw, samples: list[Any], step: int, stop: Event) -> None:
-        """Fill in the samples of one source."""
+    def names(self, step: int, rows: range) -> str:
+        """The samples in these rows of the batch of `step`: `samples 3, 17, 9 of source`."""
+        draw = self.sampler.rows(step, rows)
+        found = []
+        for number in np.unique(draw.source).tolist():
+            indices = draw.index[draw.source == number].tolist()
+            more = f" and {len(indices) - MOST_NAMED} more" if len(indices) > MOST_NAMED else ""
+            found.append(
+                f"samples {', '.join(map(str, indices[:MOST_NAMED]))}{more} of {self._catalogue.names[number]}"
+            )
+        return ", ".join(found)
+
+    def _read(self, number: int, draw: Draw, samples: list[Any], at: tuple[int, int], stop: Event) -> None:
+        """Fill in the samples of one source; `at` is the step, and the row of its batch where they begin."""
+        step, first = at
         name, source = self._catalogue.names[number], self._catalogue.sources[number]
         rows = np.flatnonzero(draw.source == number).tolist()
         indices = draw.index[rows].tolist()
@@ -53,7 +67,7 @@ class IndexedFeed:
             except Exception as error:
                 raise DataError(
                     f"{self._catalogue.label(number)} failed at index {index}, in epoch {epoch}, row "
-                    f"{self._recipe.first + row} of the batch of step {step}: {type(error).__name__}: {error}"
+                    f"{first + row} of the batch of step {step}: {type(error).__name__}: {error}"
                 ) from error
 
     def _read_together(self, number: int, indices: list[int], step: int) -> list[Any] | None:

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import count, islice
-from threading import Event
-from typing import Any, Protocol
+from typing import Any
 
+from shardwise.data.feeding import Ranks, feed_of, made_and_pinned, pinning_of, ranks_of
+from shardwise.data.following import Following
 from shardwise.data.indexed import IndexedFeed
-from shardwise.data.prefetch import Task, run_ahead
+from shardwise.data.prefetch import run_ahead
 from shardwise.data.processes import WorkerProcesses
 from shardwise.data.recipe import Made, Place, Recipe
-from shardwise.data.sampling import Draw
+from shardwise.data.sampling import Draw, Share, check_numbers, check_rows
 from shardwise.data.settings import Samples, Workers, refuse_unknown
-from shardwise.data.sources import Catalogue, as_stream
 from shardwise.data.streaming import StreamFeed
 from shardwise.data.transfer import Transfer
-from shardwise.devices import TorchAccelerator
+from shardwise.data_ranks import HANDED_OUT, DataRanks
 from shardwise.errors import ConfigError, StateError
 
 _SAMPLES = Samples()
-
-
-class Ranks(Protocol):
-    """Which rank of how many: a `shardwise.World`, or anything like it."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
 
 
 class Loader:
@@ -43,9 +32,12 @@ class Loader:
     of the same batches. No rank talks to another.
 
     `source`       map-style (a length and an index), a `Mixture` of such, an iterable, or `from_iterable(...)`.
-    `batch_rows`   rows of a step over all ranks and micro-batches; a multiple of the product of their numbers.
-    `world`        a `World`, or `(rank, size)`: ranks that shall see the same rows give the same, as those that share
-                   in one batch do (`engine.data_ranks`). Default: `RANK` and `WORLD_SIZE` as a launcher sets them,
+    `batch_rows`   rows of a step over all ranks and micro-batches; a multiple of the product of their numbers, or
+                   with `world=engine.data_ranks` any number.
+    `world`        `engine.data_ranks`: the loader follows the engine, whose ranks may become fewer or more, hands out
+                   the batches of a step again that had to be given up, and lets every row count the same where ranks
+                   have different numbers of them. Or a `World`, or `(rank, size)`: ranks that shall see the same rows
+                   give the same. Default: `RANK` and `WORLD_SIZE` as a launcher sets them, or those of MPI and Slurm,
                    else one rank.
     `accumulate`   micro-batches that a step is handed out in, one after the other, as the plan's `accumulate`.
     `steps`        where iteration ends. Default: the end of the current epoch, which the next iteration goes on
@@ -72,14 +64,21 @@ class Loader:
         **others: object,
     ) -> None:
         refuse_unknown(others)
-        self.rank, self.size = _ranks(world)
+        rank, size = ranks_of(world)
+        engine = world.engine if isinstance(world, DataRanks) else None
+        if engine is None:
+            check_rows(batch_rows, size, accumulate)
+        else:
+            check_numbers(batch_rows, accumulate)
+        self._share = Share(rank, size, batch_rows, accumulate)
+        self._following = Following(engine) if engine is not None else None
         self.batch_rows, self.accumulate, self.steps = batch_rows, accumulate, steps
         self.workers = Workers(workers) if isinstance(workers, int) else workers
         device = self.workers.device
         self._transfer = Transfer.to(device) if device is not None else None
-        self._pinning = _pinning(self._transfer, self.workers.pin)
-        recipe = Recipe(self.rank, self.size, batch_rows, accumulate, seed, samples.transform, samples.collate)
-        self._feed, self._rows_per_epoch, identity = _feed(source, recipe, samples)
+        self._pinning = pinning_of(self._transfer, self.workers.pin)
+        recipe = Recipe(seed, samples.transform, samples.collate)
+        self._feed, self._rows_per_epoch, identity = feed_of(source, batch_rows, recipe, samples)
         self._identity: dict[str, Any] = {"seed": seed, "batch_rows": batch_rows, "tail": samples.tail, **identity}
         if self.workers.processes and isinstance(self._feed, StreamFeed):
             raise ConfigError(
@@ -91,8 +90,20 @@ class Loader:
         self._held: Made | None = None
         """Made, but not wholly handed out."""
         self._crew: WorkerProcesses | None = None
+        self._is_sought = False
+        if self._following is not None:
+            self._following.attend(self)
 
     # -- where the run is -------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Which of `size` parts of every batch this loader hands out."""
+        return self._share.rank
+
+    @property
+    def size(self) -> int:
+        return self._share.size
 
     @property
     def step(self) -> int:
@@ -112,8 +123,8 @@ class Loader:
             raise ConfigError(f"Steps count from 0; there is no step {step}.")
         if step and isinstance(self._feed, StreamFeed):
             raise StateError("A stream can only go where it has been before: load_state_dict(state) instead of seek.")
-        self._stop_reading()
-        self._place = Place(step)
+        self._is_sought = True
+        self._go_to(Place(step))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is, for `engine.save(state=...)`: a few numbers, JSON, the same on every rank.
@@ -122,6 +133,16 @@ class Loader:
         still to come.
         """
         return {**asdict(self._place), "identity": dict(self._identity)}
+
+    def state_after(self, num_steps: int) -> dict[str, Any]:
+        """What a loader has to load on a rank that comes, once the engine has taken `num_steps`."""
+        place = self._place if self._following is None else self._following.place_after(num_steps, self._place)
+        return {**asdict(place), "identity": dict(self._identity)}
+
+    def go_where(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_after` has said on another rank, unless somebody has called `seek`."""
+        if not self._is_sought:
+            self.load_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, on any number of ranks, with any `accumulate` and workers.
@@ -132,14 +153,27 @@ class Loader:
         place = self._place_of(state)
         if isinstance(self._feed, StreamFeed):
             self._feed.check_reachable(place)
+        self._go_to(place)
+
+    def _go_to(self, place: Place) -> None:
         self._stop_reading()
         self._place = place
+        if self._following is not None:
+            self._following.forget()
 
     def draw(self, step: int) -> Draw:
         """Which samples are in the whole batch of `step`, on all ranks: to find what was in a bad one."""
         if isinstance(self._feed, StreamFeed):
             raise StateError("Which samples of a stream are in a batch is known only when it is read.")
         return self._feed.sampler.batch(step)
+
+    def named(self, step: int) -> str:
+        """The samples of this rank in the batch of `step`, in words."""
+        rows = self._share.read
+        where = f"rows {rows.start} to {rows.stop - 1} of the batch of step {step}"
+        if isinstance(self._feed, StreamFeed):
+            return f"it had {where}"
+        return f"it had {self._feed.names(step, rows)}, {where}"
 
     def _place_of(self, state: Mapping[str, Any]) -> Place:
         known = {field.name for field in fields(Place)}
@@ -172,19 +206,46 @@ class Loader:
         """Batches from the current step on; the micro-batches of a step one by one."""
         end = self._end()
         epoch: int | None = None
-        while end is None or self.step < end:
+        while self._follow() and (end is None or self.step < end):
             made = self._next()
             epoch = made.before.epoch if epoch is None else epoch
             if self.steps is None and made.before.epoch != epoch:
                 self._place = made.before  # a stream tells only now that its epoch has ended
                 return
-            for batch in made.batches[:-1]:
-                yield self._moved(batch)
+            HANDED_OUT.note(self, made.before.step)
+            if self._following is not None:
+                self._following.begin(made.before)
+            for batch, num_rows in zip(made.batches[:-1], made.counts, strict=False):
+                yield self._handed_out(batch, num_rows)
+                self._follow()
                 if self._held is not made:
                     break  # somebody went elsewhere meanwhile
             else:
                 self._place, self._held = made.after, None
-                yield self._moved(made.batches[-1])
+                yield self._handed_out(made.batches[-1], made.counts[-1])
+
+    def _follow(self) -> bool:
+        """Learn from the engine, if there is one to follow, who reads which part now, and what is to come again."""
+        following = self._following
+        if following is None:
+            return True
+        following.begin_to_read()
+        back = following.again()
+        if back is not None:
+            if isinstance(self._feed, StreamFeed):
+                self._feed.check_reachable(back)
+            self._stop_reading()
+            self._place = back
+        rank, size = following.ranks
+        if (rank, size) != (self.rank, self.size):
+            self._stop_reading()
+            self._share = replace(self._share, rank=rank, size=size)
+        return True
+
+    def _handed_out(self, batch: Any, num_rows: int) -> Any:
+        if self._following is not None:
+            self._following.weigh(self._share, num_rows)
+        return self._transfer.moved(batch) if self._transfer is not None else batch
 
     def close(self) -> None:
         """End what reads ahead. May be called twice; iterating again is fine."""
@@ -220,15 +281,15 @@ class Loader:
     def _start_reading(self) -> Generator[Made, None, None]:
         if isinstance(self._feed, StreamFeed):
             self._feed.check_reachable(self._place)
-        num_threads, tasks = self.workers.number, self._feed.tasks(self._place)
+        num_threads, tasks = self.workers.number, self._feed.tasks(self._place, self._share)
         if self.workers.processes:
-            num_threads, tasks = 1, self._manned().tasks(count(self.step))
+            num_threads, tasks = 1, self._manned().tasks(count(self.step), self._share)
         elif isinstance(self._feed, StreamFeed):
             num_threads = min(1, self.workers.number)
         if self.steps is not None:
             tasks = islice(tasks, self.steps - self.step)
         if self._pinning is not None:
-            tasks = (partial(_made_and_pinned, task, self._pinning) for task in tasks)
+            tasks = (partial(made_and_pinned, task, self._pinning) for task in tasks)
         return run_ahead(tasks, num_threads, self.workers.num_ahead)
 
     def _manned(self) -> WorkerProcesses:
@@ -244,9 +305,6 @@ class Loader:
             self._end_reading()
         self._ahead = self._held = None
 
-    def _moved(self, batch: Any) -> Any:
-        return self._transfer.moved(batch) if self._transfer is not None else batch
-
     def _end(self) -> int | None:
         """The step to stop before, if it is known: `steps`, or the first one of the next epoch."""
         if self.steps is not None or self._rows_per_epoch is None:
@@ -257,43 +315,3 @@ class Loader:
         """The first step whose first row is in `epoch` or later."""
         assert self._rows_per_epoch is not None
         return -(-epoch * self._rows_per_epoch // self.batch_rows)
-
-
-def _feed(source: Any, recipe: Recipe, samples: Samples) -> tuple[IndexedFeed | StreamFeed, int | None, dict[str, Any]]:
-    """What makes the batches, the rows of an epoch if they are known, and what tells this run from others."""
-    stream = as_stream(source)
-    if stream is not None:
-        return StreamFeed(stream, samples.tail, recipe), None, {"stream": stream.name}
-    order = {"shuffle": samples.shuffle}
-    catalogue = Catalogue.of(source, recipe.batch_rows, recipe.seed, shuffle=samples.shuffle, tail=samples.tail)
-    return IndexedFeed(catalogue, recipe), catalogue.rows_per_epoch, {**order, **catalogue.identity}
-
-
-def _ranks(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
-    if world is None:
-        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    elif isinstance(world, tuple):
-        rank, size = world
-    else:
-        rank, size = world.rank, world.size
-    if not 0 <= rank < size:
-        raise ConfigError(f"Rank {rank} is not within {size} ranks; ranks count from 0.")
-    return rank, size
-
-
-def _pinning(transfer: Transfer | None, pin: bool | None) -> Transfer | None:
-    """Where to batches are pinned, if they are."""
-    is_wanted = pin if pin is not None else transfer is not None and transfer.leads_off_the_host
-    if not is_wanted:
-        return None
-    if transfer is not None and transfer.has_accelerator:
-        return transfer
-    accelerator = TorchAccelerator.found()
-    if accelerator is None:
-        raise ConfigError("Pinning is for a GPU, and torch finds none here. Leave out pin=.")
-    return Transfer.to(accelerator.kind)
-
-
-def _made_and_pinned(task: Task[Made], transfer: Transfer, stop: Event) -> Made:
-    made = task(stop)
-    return replace(made, batches=tuple(transfer.pinned(batch) for batch in made.batches))

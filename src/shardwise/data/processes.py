@@ -22,6 +22,7 @@ import torch
 from shardwise.data.indexed import IndexedFeed
 from shardwise.data.prefetch import Abandoned, Task
 from shardwise.data.recipe import Made, Place
+from shardwise.data.sampling import Share
 from shardwise.data.wire import packed, unpacked
 from shardwise.errors import ConfigError, DataError
 
@@ -43,8 +44,8 @@ class WorkerProcesses:
             self.close()
             raise
 
-    def tasks(self, steps: Iterable[int]) -> Iterator[Task[Made]]:
-        """Asks for one step after the other, each when it is taken; its task waits for it.
+    def tasks(self, steps: Iterable[int], share: Share) -> Iterator[Task[Made]]:
+        """Asks for `share` of one step after the other, each when it is taken; its task waits for it.
 
         Tasks are run in their order. What an earlier call asked for and did not fetch is thrown away.
         """
@@ -52,8 +53,8 @@ class WorkerProcesses:
             worker.forget()
         for step in steps:
             worker = self._workers[step % len(self._workers)]
-            worker.ask(step)
-            yield partial(worker.answer, step)
+            worker.ask(step, share)
+            yield partial(worker.answer, step, share)
 
     @property
     def is_whole(self) -> bool:
@@ -82,14 +83,14 @@ class _Worker:
         self._process.start()
         theirs.close()
 
-    def ask(self, step: int) -> None:
+    def ask(self, step: int, share: Share) -> None:
         try:
-            self._pipe.send(step)
+            self._pipe.send((step, share))
         except OSError as error:
             raise self._death(step) from error
         self._num_asked += 1
 
-    def answer(self, step: int, stop: Event) -> Made:
+    def answer(self, step: int, share: Share, stop: Event) -> Made:
         """The batches of `step`. Raises `DataError` for what went wrong there, or if the process has died."""
         while True:
             while not self._pipe.poll(GLANCE_SECONDS):
@@ -108,7 +109,7 @@ class _Worker:
             failure = DataError(failure_text)
             failure.add_note(f"In worker process {self._number}:\n{trace}")
             raise failure
-        return Made(batches, Place(step), Place(step + 1))
+        return Made(batches, share.counts, Place(step), Place(step + 1))
 
     @property
     def is_alive(self) -> bool:
@@ -155,8 +156,8 @@ def _serve(pipe: Connection, feed: bytes) -> None:
     maker = unpacked(feed)
     while True:
         try:
-            step = pipe.recv()
-            pipe.send_bytes(_answer(maker, step))
+            step, share = pipe.recv()
+            pipe.send_bytes(_answer(maker, step, share))
         except (EOFError, OSError):  # nobody is there any more
             return
 
@@ -169,10 +170,10 @@ def _end_with_the_owner() -> None:
         os._exit(1)
 
 
-def _answer(feed: IndexedFeed, step: int) -> bytes:
-    """The batches of `step`, or a failure_text and a traceback."""
+def _answer(feed: IndexedFeed, step: int, share: Share) -> bytes:
+    """The batches of a share of `step`, or a failure_text and a traceback."""
     try:
-        return packed((feed.make(step, Event()).batches, None, ""))
+        return packed((feed.make(step, share, Event()).batches, None, ""))
     except DataError as error:
         return packed((None, str(error), traceback.format_exc()))
     except CANNOT_PICKLE as error:

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from shardwise.data.randomness import sample_generator
-from shardwise.data.sampling import check_rows
+from shardwise.data.sampling import Share
 from shardwise.errors import ConfigError, DataError
 
 Transform = Callable[[Any, np.random.Generator], Any]
@@ -33,40 +33,31 @@ class Place:
 
 @dataclass(frozen=True)
 class Made:
-    """What a rank gets of one step, one batch for each micro-batch, and where the run is before and after it."""
+    """What a rank gets of one step, one batch for each micro-batch, and where the run is before and after it.
+
+    `counts` are the rows of each that count; fewer than it has only where that is none.
+    """
 
     batches: tuple[Any, ...]
+    counts: tuple[int, ...]
     before: Place
     after: Place
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A rank's share of a batch is its rows `first` up to `last`, in `accumulate` micro-batches one after the other."""
+    """How samples are prepared, and put together to the batches of a rank's micro-batches."""
 
-    rank: int
-    size: int
-    batch_rows: int
-    accumulate: int
     seed: int
     transform: Transform | None
     collate: Collate
 
     def __post_init__(self) -> None:
-        check_rows(self.batch_rows, self.size, self.accumulate)
         if self.transform is not None and not _takes_two(self.transform):
             raise ConfigError(
                 f"transform={self.transform!r} cannot be called with two arguments. It is called as "
                 f"transform(sample, generator); for one that draws nothing: transform=lambda sample, _: f(sample)."
             )
-
-    @property
-    def first(self) -> int:
-        return self.batch_rows // self.size * self.rank
-
-    @property
-    def last(self) -> int:
-        return self.first + self.batch_rows // self.size
 
     def prepare(self, sample: Any, source: str, epoch: int, index: int) -> Any:
         """`sample` as the transform leaves it, which draws from a generator of this very sample."""
@@ -74,11 +65,10 @@ class Recipe:
             return own(sample)
         return self.transform(own(sample), sample_generator(self.seed, source, epoch, index))
 
-    def collated(self, samples: list[Any], step: int) -> tuple[Any, ...]:
-        """The rank's samples of `step` as its micro-batches."""
-        rows = len(samples) // self.accumulate
+    def collated(self, samples: list[Any], step: int, share: Share) -> tuple[Any, ...]:
+        """The samples that a rank has read of `step` as its micro-batches."""
         try:
-            return tuple(self.collate(samples[start : start + rows]) for start in range(0, len(samples), rows))
+            return tuple(self.collate(samples[part]) for part in share.parts)
         except Exception as error:
             raise DataError(
                 f"The {len(samples)} samples of step {step} do not make a batch: {type(error).__name__}: {error}. "

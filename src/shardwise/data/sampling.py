@@ -9,6 +9,7 @@ cost, on any number of ranks.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,6 +151,56 @@ class Blend:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Which rows of every batch are one rank's, and of each of its micro-batches.
+
+    Ranks have contiguous parts in their order, and micro-batches contiguous parts of those. Where numbers do not
+    divide, the first parts have a row more than the others. A part may have no rows: its rank gets a stand-in, one row
+    that counts nothing, because it has to take part in the step.
+    """
+
+    rank: int
+    size: int
+    batch_rows: int
+    accumulate: int = 1
+
+    @property
+    def first(self) -> int:
+        return self._start(self.rank)
+
+    @property
+    def last(self) -> int:
+        return self._start(self.rank + 1)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each micro-batch that count."""
+        rows, more = divmod(self.last - self.first, self.accumulate)
+        return tuple(rows + (place < more) for place in range(self.accumulate))
+
+    @property
+    def read(self) -> range:
+        """The rows that are read: the rank's own, or a stand-in."""
+        if self.first < self.last:
+            return range(self.first, self.last)
+        row = min(self.first, self.batch_rows - 1)
+        return range(row, row + 1)
+
+    @property
+    def parts(self) -> tuple[slice, ...]:
+        """Of what is read, each micro-batch; at least one row."""
+        starts = [0, *itertools.accumulate(self.counts)][:-1]
+        return tuple(
+            slice(start, start + count) if count else slice(0, 1)
+            for start, count in zip(starts, self.counts, strict=True)
+        )
+
+    def _start(self, rank: int) -> int:
+        rows, more = divmod(self.batch_rows, self.size)
+        return rank * rows + min(rank, more)
+
+
+@dataclass(frozen=True)
 class Sampler:
     """The samples of step N, for all ranks and for one."""
 
@@ -163,27 +214,37 @@ class Sampler:
     def share(self, step: int, rank: int, size: int) -> Draw:
         """What `rank` of `size` reads of it: a contiguous part; all parts in the order of ranks are the batch."""
         check_rows(self.batch_rows, size)
+        share = Share(rank, size, self.batch_rows)
+        return self.rows(step, range(share.first, share.last))
+
+    def rows(self, step: int, rows: range) -> Draw:
+        """These rows of the batch of `step`."""
         if step < 0:
             raise ConfigError(f"Steps count from 0; there is no step {step}.")
-        num_rows = self.batch_rows // size
-        first = step * self.batch_rows + rank * num_rows
-        return self.order.draw(np.arange(first, first + num_rows, dtype=np.int64))
+        first = step * self.batch_rows
+        return self.order.draw(np.arange(first + rows.start, first + rows.stop, dtype=np.int64))
 
 
-def check_rows(batch_rows: int, size: int, accumulate: int = 1) -> None:
-    """Raise `ConfigError` unless `batch_rows` divide among `size` ranks with `accumulate` micro-batches each."""
+def check_numbers(batch_rows: int, num_parts: int) -> None:
+    """Raise `ConfigError` for a batch or a step that has nothing in it."""
     if batch_rows < 1:
         raise ConfigError(f"batch_rows={batch_rows} is not a number of rows; a batch has at least one.")
-    if accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate} is not a number of micro-batches; a step has at least one.")
-    shares = size * accumulate
+    if num_parts < 1:
+        raise ConfigError(f"accumulate={num_parts} is not a number of micro-batches; a step has at least one.")
+
+
+def check_rows(batch_rows: int, size: int, num_parts: int = 1) -> None:
+    """Raise `ConfigError` unless `batch_rows` divide among `size` ranks with `num_parts` micro-batches each."""
+    check_numbers(batch_rows, num_parts)
+    shares = size * num_parts
     if batch_rows % shares:
         below, above = batch_rows // shares * shares, -(-batch_rows // shares) * shares
         cure = f"{below} or {above}" if below else f"{above}"
-        each = f" with {accumulate} micro-batches each" if accumulate > 1 else ""
+        each = f" with {num_parts} micro-batches each" if num_parts > 1 else ""
         raise ConfigError(
             f"A batch of {batch_rows} rows does not divide among {size} ranks{each}. batch_rows counts the rows of a "
-            f"step over all ranks and micro-batches; give {cure}."
+            f"step over all ranks and micro-batches; give {cure}, or Loader(..., world=engine.data_ranks): the engine "
+            f"lets every sample count the same."
         )
 
 

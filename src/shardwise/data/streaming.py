@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.data.prefetch import Abandoned, Task
 from shardwise.data.recipe import Made, Place, Recipe
-from shardwise.data.sampling import Tail, check_tail
+from shardwise.data.sampling import Share, Tail, check_tail
 from shardwise.data.sources import Stream
 from shardwise.errors import DataError, StateError
 
@@ -20,8 +20,9 @@ _END = object()
 class StreamFeed:
     """Cuts a stream into batches. Every rank counts all of its samples and prepares its own."""
 
-    def __init__(self, stream: Stream, tail: Tail, recipe: Recipe) -> None:
+    def __init__(self, stream: Stream, tail: Tail, batch_rows: int, recipe: Recipe) -> None:
         check_tail(tail)
+        self._batch_rows = batch_rows
         self._stream = stream
         self._tail = tail
         self._recipe = recipe
@@ -38,28 +39,28 @@ class StreamFeed:
             f"{place.position} samples again and throw them away."
         )
 
-    def tasks(self, start: Place) -> Iterator[Task[Made]]:
+    def tasks(self, start: Place, share: Share) -> Iterator[Task[Made]]:
         reader = _Reader(self._stream, start)
         while True:
-            yield partial(self._make, reader)
+            yield partial(self._make, reader, share)
 
-    def _make(self, reader: _Reader, stop: Event) -> Made:
-        recipe, before = self._recipe, reader.place
+    def _make(self, reader: _Reader, share: Share, stop: Event) -> Made:
+        before, own = reader.place, share.read
         samples: list[Any] = []
         row = 0
-        while row < recipe.batch_rows:
+        while row < self._batch_rows:
             sample = reader.next(stop)
             if reader.epoch != before.epoch and (row == 0 or self._tail == "drop"):
                 if row and before.position == 0:
-                    raise DataError(_too_short(self._stream.name, row, recipe.batch_rows))
+                    raise DataError(_too_short(self._stream.name, row, self._batch_rows))
                 before = Place(before.step, reader.epoch)  # the batch begins with the epoch
                 samples.clear()
                 row = 0
-            if recipe.first <= row < recipe.last:
+            if row in own:
                 samples.append(self._prepared(sample, reader))
             row += 1
         reader.mark(before.step + 1)
-        return Made(recipe.collated(samples, before.step), before, reader.place)
+        return Made(self._recipe.collated(samples, before.step, share), share.counts, before, reader.place)
 
     def _prepared(self, sample: Any, reader: _Reader) -> Any:
         index = reader.position - 1

@@ -1,4 +1,4 @@
-"""Where to run what: the ranks of this machine.
+"""Where to run what: the ranks of this machine, or of others (`places/`).
 
 Names are imported when first used: a rank's bootstrap lives in this package and must not pay for
 torch before the script asks for it, and a mistyped option is answered without waiting for torch.
@@ -10,27 +10,42 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.launch.devices import count_gpus
+    from shardwise.launch.devices import count_gpus, device_kind
+    from shardwise.launch.elastic.supervise import supervise as supervise_elastic
     from shardwise.launch.environment import Attempt, rank_environment
     from shardwise.launch.job import Job
     from shardwise.launch.port import listen
     from shardwise.launch.signals import StopRequest
     from shardwise.launch.supervise import supervise
 
-__all__ = ["Attempt", "Job", "StopRequest", "count_gpus", "listen", "rank_environment", "supervise"]
+__all__ = [
+    "Attempt",
+    "Job",
+    "StopRequest",
+    "count_gpus",
+    "device_kind",
+    "listen",
+    "rank_environment",
+    "supervise",
+    "supervise_elastic",
+]
 
 _HOMES = {
     "Attempt": "shardwise.launch.environment",
     "Job": "shardwise.launch.job",
     "StopRequest": "shardwise.launch.signals",
     "count_gpus": "shardwise.launch.devices",
+    "device_kind": "shardwise.launch.devices",
     "listen": "shardwise.launch.port",
     "rank_environment": "shardwise.launch.environment",
     "supervise": "shardwise.launch.supervise",
+    "supervise_elastic": "shardwise.launch.elastic.supervise",
 }
+_NAMES = {"supervise_elastic": "supervise"}
+"""Where it is called something else at home."""
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'shardwise.launch' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_HOMES[name]), _NAMES.get(name, name))

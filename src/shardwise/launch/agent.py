@@ -53,6 +53,7 @@ class Agent(SimpleElasticAgent):
         folder: Folder,
         signals: SignalLog,
         on_cpu: bool,
+        bound: list[dict[str, str]],
         say: Callable[[str], None],
         on_restart: Callable[[list[Outcome], int], str],
     ) -> None:
@@ -73,6 +74,7 @@ class Agent(SimpleElasticAgent):
         self._folder = folder
         self._signals = signals
         self._on_cpu = on_cpu
+        self._bound = bound
         self._say = say
         self._on_restart = on_restart
         self._ranks = Ranks()
@@ -102,7 +104,8 @@ class Agent(SimpleElasticAgent):
             self._launcher_store.port,
             self.attempt,
             self._job.max_restarts,
-            self._worker_group.spec.rdzv_handler.get_run_id(),
+            self._launcher_store.get_run_id(),
+            self._launcher_store.token,
         )
         settings = rank_environment(
             rank,
@@ -113,7 +116,7 @@ class Agent(SimpleElasticAgent):
             on_cpu=self._on_cpu,
             error_file=error_file,
         )
-        return settings | {"SHARDWISE_LAUNCHER_PID": str(os.getpid())}
+        return settings | self._bound[rank] | {"SHARDWISE_LAUNCHER_PID": str(os.getpid())}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         any_alive = self._ranks.any_alive()

@@ -9,3 +9,9 @@ def count_gpus() -> int:
     """GPUs, or other accelerators, that torch sees here; asking does not create a context on any of them."""
     found = TorchAccelerator.found()
     return found.num_devices if found is not None else 0
+
+
+def device_kind() -> str | None:
+    """Torch's name for the kind of accelerator that it sees here, such as `cuda`; None if it sees none."""
+    found = TorchAccelerator.found()
+    return found.kind if found is not None and found.num_devices else None

@@ -5,26 +5,38 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterable
-from typing import IO, BinaryIO
+from collections.abc import Callable, Iterable
+from typing import IO, Protocol
 
 from shardwise.launch.ranks import RankFiles
 
 _INTERVAL_SECONDS = 0.1
 
 
+class Screen(Protocol):
+    """What output can be shown on."""
+
+    def write(self, block: bytes, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
 class Echo:
-    """Copies new whole lines of every rank's log to our stdout and stderr, until closed.
+    """Copies new whole lines of every rank's log to our stdout and stderr, or elsewhere, until closed.
 
     Ranks write into the files themselves, so that a launcher that dies breaks no rank's output.
     """
 
-    def __init__(self, files: Iterable[RankFiles]) -> None:
+    def __init__(
+        self, files: Iterable[RankFiles], screens: Callable[[int], tuple[Screen, Screen]] | None = None
+    ) -> None:
+        """`screens` gives what takes the place of stdout and stderr for a rank, by its place in `files`."""
         self._tails: list[_Tail] = []
-        for rank in files:
-            for path, screen in ((rank.stdout, sys.stdout), (rank.stderr, sys.stderr)):
+        for place, rank in enumerate(files):
+            out, err = (sys.stdout.buffer, sys.stderr.buffer) if screens is None else screens(place)
+            for path, screen in ((rank.stdout, out), (rank.stderr, err)):
                 if path is not None:
-                    self._tails.append(_Tail(path.open("rb"), screen.buffer))
+                    self._tails.append(_Tail(path.open("rb"), screen))
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._copy, name="shardwise-echo", daemon=True)
         if self._tails:
@@ -49,7 +61,7 @@ class Echo:
 class _Tail:
     """One log file, read as far as we have shown it."""
 
-    def __init__(self, source: IO[bytes], screen: BinaryIO) -> None:
+    def __init__(self, source: IO[bytes], screen: Screen) -> None:
         self.source = source
         self._screen = screen
         self._held = b""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from shardwise.job_token import VARIABLE as TOKEN
 
 # [Note: glibc and large blocks]
 # glibc serves large blocks by mmap, which returns them to the system when freed, but raises the
@@ -28,6 +31,20 @@ class Attempt:
     number: int = 0
     max_restarts: int = 0
     run_id: str = "shardwise"
+    token: str = ""
+    """By which ranks know each other; `""` sets none."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which rank of how many a process is, on its host and in all."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: int = 0
+    num_hosts: int = 1
 
 
 def rank_environment(
@@ -40,21 +57,38 @@ def rank_environment(
     on_cpu: bool = True,
     error_file: str = "",
 ) -> dict[str, str]:
-    """What rank `rank` of `nproc` gets on top of the `inherited` environment.
+    """What rank `rank` of `nproc` gets on top of the `inherited` environment, all of them on one host."""
+    seat = Seat(rank, nproc, rank, nproc)
+    settings = seat_environment(seat, attempt, inherited, threads=threads, on_cpu=on_cpu, error_file=error_file)
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in inherited:
+        settings["GLOO_SOCKET_IFNAME"] = "lo"  # else by this host's name, where others may reach it
+    return settings
+
+
+def seat_environment(
+    seat: Seat,
+    attempt: Attempt,
+    inherited: Mapping[str, str],
+    *,
+    threads: int | None = None,
+    on_cpu: bool = True,
+    error_file: str = "",
+) -> dict[str, str]:
+    """What the rank at `seat` gets on top of the `inherited` environment.
 
     The names and meanings are those of torchrun. What the user has set by himself stays: the thread
     count (unless `threads` says otherwise), glibc's thresholds, the buffering of output.
     """
     settings = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "RANK": str(seat.rank),
+        "LOCAL_RANK": str(seat.local_rank),
+        "WORLD_SIZE": str(seat.size),
+        "LOCAL_WORLD_SIZE": str(seat.local_size),
+        "GROUP_RANK": str(seat.host),
+        "GROUP_WORLD_SIZE": str(seat.num_hosts),
         "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(nproc),
+        "ROLE_RANK": str(seat.rank),
+        "ROLE_WORLD_SIZE": str(seat.size),
         "MASTER_ADDR": attempt.address,
         "MASTER_PORT": str(attempt.port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt.number),
@@ -63,10 +97,12 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": error_file,
     }
+    if attempt.token:
+        settings[TOKEN] = attempt.token
     if threads is not None:
         settings["OMP_NUM_THREADS"] = str(threads)
     defaults = {
-        "OMP_NUM_THREADS": str(default_threads(nproc)),
+        "OMP_NUM_THREADS": str(default_threads(seat.local_size)),
         "PYTHONUNBUFFERED": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # see [Note: aborts] in comm/nccl.py
         **(MALLOC_SETTINGS if on_cpu else {}),

@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwise.launch.outcome import Outcome
 from shardwise.launch.ranks import RankFiles
 
-_LOCK = "launcher.lock"
+LOCK = "launcher.lock"
 
 
 class Folder:
@@ -30,7 +30,7 @@ class Folder:
             return
         clear_away()
         draft = Path(tempfile.mkdtemp(prefix=".shardwise-"))
-        self._lock = os.open(draft / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        self._lock = os.open(draft / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._root = draft.rename(draft.with_name(draft.name[1:]))  # nobody sees it unlocked
 
@@ -63,11 +63,14 @@ class Folder:
             os.close(self._lock)
 
 
-def clear_away() -> None:
-    """Remove what launchers of this user that are dead have left; see [Note: folders of the dead]."""
-    for folder in Path(tempfile.gettempdir()).glob("shardwise-*"):
+def clear_away(place: Path | None = None) -> None:
+    """Remove what launchers of this user that are dead have left; see [Note: folders of the dead].
+
+    In `place`, by default the temporary directory.
+    """
+    for folder in (place or Path(tempfile.gettempdir())).glob("shardwise-*"):
         try:
-            lock = os.open(folder / _LOCK, os.O_RDWR)
+            lock = os.open(folder / LOCK, os.O_RDWR)
         except OSError:  # not of a launcher, or of another user
             continue
         try:

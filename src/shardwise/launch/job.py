@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import importlib.machinery
+import math
 import os
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.elastic.blame import Policy
 from shardwise.errors import ConfigError, LaunchError, nearest
+from shardwise.launch.cores import bindings, numa_nodes
 from shardwise.launch.environment import Attempt, rank_environment
 from shardwise.launch.port import ADDRESS
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """With how many ranks a job goes on, and how many processes may be started in the place of dead ones."""
+
+    least: int
+    most: int
+    retries: int = 3
+    retry_seconds: float = 600
+    """Within so many seconds there are no more than `retries`."""
+
+    @property
+    def policy(self) -> Policy:
+        """What follows from faults."""
+        return Policy(seconds=self.retry_seconds)
+
+    def check(self, nproc: int) -> None:
+        """Refuse what no job of `nproc` ranks can keep."""
+        _at_least(1, self.least, "--elastic MIN", "somebody has to train")
+        _at_least(0, self.retries, "--retries", "0 means that nobody takes a dead rank's place")
+        if not hasattr(os, "pidfd_open"):
+            raise ConfigError("--elastic: this system does not tell when a process ends (pidfd). It needs Linux.")
+        if self.most < self.least:
+            raise ConfigError(f"--elastic {self.least}:{self.most} allows for no number of ranks. Give MIN:MAX.")
+        if not self.least <= nproc <= self.most:
+            raise ConfigError(
+                f"--nproc {nproc} is not within --elastic {self.least}:{self.most}. It is the number of ranks that the "
+                f"job starts with, and grows back to."
+            )
 
 
 @dataclass(frozen=True)
@@ -28,18 +61,37 @@ class Job:
     grace_seconds: float = 10.0
     run_by: tuple[str, ...] = ()
     """A module that runs the script, and its own arguments before it; none runs it as it is."""
+    python: str = sys.executable
+    binds_cores: bool = False
+    """Whether each rank keeps to cores of its own."""
+    elastic: Elastic | None = None
+    """Between how many ranks the job goes on when some die or come."""
+    shows_one_device: bool = False
+    """Whether each rank sees one device alone, rather than all of its host."""
 
     def check(self) -> None:
-        """Refuse what cannot run, with a sentence."""
+        """Refuse what cannot run here, with a sentence."""
+        self.check_numbers()
+        self.check_script()
+
+    def check_numbers(self) -> None:
+        """Refuse what cannot run anywhere."""
         _at_least(1, self.nproc, "--nproc", "a job needs at least one rank")
         _at_least(0, self.max_restarts, "--max-restarts", "0 means that a failure is final")
         _at_least(0, self.grace_seconds, "--timeout", "it is the seconds that ranks get to end")
+        if not math.isfinite(self.grace_seconds):
+            raise ConfigError(f"--timeout is {self.grace_seconds}: it is the seconds that ranks get to end.")
         if self.threads is not None:
             _at_least(1, self.threads, "--threads", "a rank needs at least one thread")
+        if self.elastic is not None:
+            self.elastic.check(self.nproc)
         if self.port is not None and not 1 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; a port is a number from 1 to 65535.")
         if self.log_dir is not None and self.log_dir.exists() and not self.log_dir.is_dir():
             raise ConfigError(f"--log-dir {str(self.log_dir)!r} is a file; give a directory.")
+
+    def check_script(self) -> None:
+        """Refuse a script that is not in this directory, or a module that is not to be found."""
         if self.is_module:
             _check_module(self.command[0])
         else:
@@ -47,16 +99,41 @@ class Job:
 
     def rank_command(self) -> list[str]:
         """The command line of every rank."""
+        return [self.python, "-m", "shardwise.launch.worker", *self._run()]
+
+    def script_command(self) -> list[str]:
+        """The command line of a rank that others start, and of which nobody here looks after its errors."""
+        return [self.python, *self._run()]
+
+    def bindings(self, kind: str | None) -> list[dict[str, str]]:
+        """For each rank of this machine the variables about its cores and its device, which is of a `kind`.
+
+        Raises `ConfigError` if there are too few.
+        """
+        if self.shows_one_device and kind is None:
+            raise ConfigError("--devices one: there is no GPU here. Leave it out.")
+        return bindings(
+            self.nproc,
+            os.environ,
+            nodes=numa_nodes() if self.binds_cores else None,
+            kind=kind if self.shows_one_device else None,
+        )
+
+    def _run(self) -> list[str]:
         module = ["-m"] if self.is_module else []
         over = ["-m", *self.run_by] if self.run_by else []
-        return [sys.executable, "-m", "shardwise.launch.worker", *over, *module, *self.command]
+        return [*over, *module, *self.command]
 
 
-def describe(job: Job, on_cpu: bool) -> str:
-    """The command of the ranks and the environment of each, as text: what a dry run prints."""
+def describe(job: Job, on_cpu: bool, bound: list[dict[str, str]]) -> str:
+    """The command of the ranks and the environment of each, as text: what a dry run prints.
+
+    `bound` is what `Job.bindings` says.
+    """
     first = Attempt(ADDRESS, job.port or "<a free port>", max_restarts=job.max_restarts)
     environments = [
         rank_environment(rank, job.nproc, first, os.environ, threads=job.threads, on_cpu=on_cpu, error_file="<a file>")
+        | bound[rank]
         for rank in range(job.nproc)
     ]
     common = set.intersection(*(set(environment.items()) for environment in environments))

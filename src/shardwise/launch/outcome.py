@@ -35,6 +35,8 @@ class Outcome:
     sent_at: float = math.inf
     wanted: int | None = None
     blames: tuple[int, ...] = ()
+    batch: str = ""
+    """Which samples a rank that raised had, in words, if it knew."""
 
     @property
     def failed(self) -> bool:
@@ -122,6 +124,7 @@ def read_outcome(
             sent_at=sent_at,
             wanted=int(details["wanted"]) if details.get("wanted") is not None else None,
             blames=tuple(int(blamed) for blamed in details.get("blames", ())),
+            batch=str(details.get("batch", "")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         # none, or written by something else than us: what is left is how the process ended

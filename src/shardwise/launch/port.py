@@ -10,24 +10,24 @@ from shardwise.errors import LaunchError
 ADDRESS = "127.0.0.1"
 
 
-def listen(port: int | None) -> socket.socket:
-    """A listening socket at `port` of the loopback address, at any free port for None.
+def listen(port: int | None, address: str = ADDRESS) -> socket.socket:
+    """A listening socket at `port` of `address`, by default the loopback, at any free port for None.
 
     The socket itself, not its number, is handed to the store: nobody can take the port in between.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((ADDRESS, port or 0))
+        listener.bind((address, port or 0))
         listener.listen(4096)  # all ranks connect at the same moment
     except OSError as error:
         listener.close()
-        raise LaunchError(_letter(port, error)) from error
+        raise LaunchError(_letter(port, address, error)) from error
     return listener
 
 
-def _letter(port: int | None, error: OSError) -> str:
+def _letter(port: int | None, address: str, error: OSError) -> str:
     cure = "Give another --port, or leave it out to use a free one."
     if error.errno == errno.EADDRINUSE:
-        return f"Port {port} of {ADDRESS} is taken, perhaps by an earlier run that has not ended. {cure}"
-    return f"Port {port or '(any)'} of {ADDRESS} cannot be opened: {error.strerror}. {cure}"
+        return f"Port {port} of {address} is taken, perhaps by an earlier run that has not ended. {cure}"
+    return f"Port {port or '(any)'} of {address} cannot be opened: {error.strerror}. {cure}"

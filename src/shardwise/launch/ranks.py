@@ -93,6 +93,30 @@ class Ranks:
         codes = {number: rank.process.poll() for number, rank in enumerate(self._ranks)}
         return [n for n, code in codes.items() if code == 0], [n for n, code in codes.items() if code is None]
 
+    def pid(self, number: int) -> int:
+        return self._ranks[number].process.pid
+
+    def code(self, number: int) -> int | None:
+        """A rank's exit code, once it has ended."""
+        return self._ranks[number].process.poll()
+
+    def outcome(self, number: int) -> Outcome:
+        """What became of one that has ended."""
+        rank = self._ranks[number]
+        return read_outcome(number, rank.process.wait(), rank.sent, rank.last_alive, rank.error_file, rank.sent_at)
+
+    def kill_one(self, number: int) -> None:
+        """End one, with all its children."""
+        rank = self._ranks[number]
+        if rank.alive:
+            rank.sent, rank.sent_at = signal.SIGKILL, min(rank.sent_at, time.time())
+        _kill_session(rank.process.pid)
+
+    def lingers(self, number: int, patience_seconds: float) -> bool:
+        """Whether one has recorded a failure and still has not ended."""
+        rank = self._ranks[number]
+        return rank.alive and _recorded_before(rank.error_file, time.time() - patience_seconds)
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to each living rank; not to its children, which it may need in order to end well."""
         for rank in self._ranks:
@@ -127,10 +151,7 @@ class Ranks:
 
     def outcomes(self) -> list[Outcome]:
         """What became of each rank; all must have ended."""
-        return [
-            read_outcome(number, rank.process.wait(), rank.sent, rank.last_alive, rank.error_file, rank.sent_at)
-            for number, rank in enumerate(self._ranks)
-        ]
+        return [self.outcome(number) for number in range(len(self._ranks))]
 
 
 def _recorded_before(error_file: Path, moment: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 from pathlib import Path
 
 from shardwise.launch.outcome import Outcome, first_failure
@@ -27,7 +28,7 @@ def failure_summary(outcomes: list[Outcome], logs: Path | None = None) -> str:
     if first.ended_early:
         parts = [f"rank {first.rank} of {len(outcomes)} ended early: its script was over, and the others needed it."]
     else:
-        parts = [f"rank {first.rank} of {len(outcomes)} failed first{code}: it {_manner(first)}."]
+        parts = [f"rank {first.rank} of {len(outcomes)} failed first{code}: it {manner(first)}."]
     if first.last_words and not first.raised:
         parts.append(f"Last it said: {first.last_words}.")
     if first.traceback.strip():
@@ -45,8 +46,8 @@ def restart_line(outcomes: list[Outcome], attempt: int, max_restarts: int) -> st
     first = first_failure(outcomes)
     if first is None:
         return f"the ranks failed; attempt {attempt} of {max_restarts} begins."
-    manner = "ended early, and the others needed it" if first.ended_early else _manner(first)
-    why = f"rank {first.rank} of {len(outcomes)} {manner}"
+    how = "ended early, and the others needed it" if first.ended_early else manner(first)
+    why = f"rank {first.rank} of {len(outcomes)} {how}"
     return f"{why}; restart {attempt} of {max_restarts} begins."
 
 
@@ -61,7 +62,38 @@ def stop_line(outcomes: list[Outcome], received: signal.Signals, num_killed: int
     return "\n".join(lines)
 
 
-def _manner(outcome: Outcome) -> str:
+def report_failure(outcomes: list[Outcome], logs: Path | None) -> int:
+    """Say what happened, and return the exit status."""
+    say(failure_summary(outcomes, logs))
+    return first_status(outcomes)
+
+
+def first_status(outcomes: list[Outcome]) -> int:
+    """The exit status of the rank that failed first."""
+    first = first_failure(outcomes)
+    return first.status if first else 1
+
+
+def report_stop(outcomes: list[Outcome], num_killed: int, received: signal.Signals, logs: Path | None) -> int:
+    """Say what became of ranks that were asked to end, and return the exit status."""
+    # a rank that ended by the signal takes its peers' connections with it: their exceptions are a
+    # consequence. Only when nobody did, somebody failed to end well, and that is the news.
+    if first_failure(outcomes) and not num_killed and not any(outcome.obeyed for outcome in outcomes):
+        return report_failure(outcomes, logs)
+    say(stop_line(outcomes, received, num_killed))
+    # a closed terminal reaches ranks as SIGTERM, and so it counts
+    return 128 + (signal.SIGTERM if received is signal.SIGHUP else received)
+
+
+def say(text: str) -> None:
+    """One piece of news, on stderr."""
+    try:
+        print(f"shardwise: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        pass  # the terminal is gone; the ranks still have to be ended
+
+
+def manner(outcome: Outcome) -> str:
     """How a rank failed: 'raised ValueError: ... (exit code 1)', 'was killed by SIGKILL (...)'."""
     if outcome.raised:
         return f"raised {_headline(outcome.summary)}"
@@ -79,10 +111,10 @@ def _fates(outcomes: list[Outcome]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for outcome in outcomes:
         ranks.setdefault(_fate(outcome), []).append(outcome.rank)
-    return [f"{_in_words(of_them, fate)}." for fate, of_them in ranks.items()]
+    return [f"{in_words(of_them, fate)}." for fate, of_them in ranks.items()]
 
 
-def _in_words(ranks: list[int], fate: str) -> str:
+def in_words(ranks: list[int], fate: str) -> str:
     """Ranks in order, and what became of them: 'rank 3 was ...', 'ranks 0 to 6 were ...', 'ranks 0, 2 were ...'."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} {fate}"
@@ -94,7 +126,7 @@ def _in_words(ranks: list[int], fate: str) -> str:
 def _fate(outcome: Outcome) -> str:
     """What became of a rank that was not the first to fail."""
     if outcome.failed:
-        return f"then {_manner(outcome)}"
+        return f"then {manner(outcome)}"
     if outcome.exit_code == 0:
         return "had finished" if outcome.sent is None else f"ended well after {outcome.sent.name}"
     if outcome.sent is signal.SIGKILL:

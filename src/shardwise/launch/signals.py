@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
+STOPS_BY_USR1 = "SHARDWISE_STOPS_BY_USR1"
+"""Set to 1 where whoever starts ranks passes SIGUSR1 on to them, and kills them soon after any other signal."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _Handler = Callable[[int, FrameType | None], Any]
@@ -23,7 +27,9 @@ class StopRequest:
                     save()
                     break
 
-    A second signal raises KeyboardInterrupt, as an impatient Ctrl-C should. Python allows handlers in
+    So does SIGUSR1 under Open MPI's `mpirun`, if `shardwise launch` has started that; it counts as SIGTERM.
+    In an elastic job a rank that alone gets SIGTERM leaves after its step, and the others go on: nothing is requested
+    then. A second signal raises KeyboardInterrupt, as an impatient Ctrl-C should. Python allows handlers in
     the main thread only: elsewhere this object stays inert and `requested` stays False.
     """
 
@@ -39,7 +45,8 @@ class StopRequest:
     def install(self) -> StopRequest:
         """Start to listen; asking twice changes nothing."""
         if not self._replaced and threading.current_thread() is threading.main_thread():
-            self._replaced = _replace(_STOP_SIGNALS, self._receive)
+            by_usr1 = [signal.SIGUSR1] if os.environ.get(STOPS_BY_USR1) == "1" else []
+            self._replaced = _replace([*_STOP_SIGNALS, *by_usr1], self._receive)
         return self
 
     def close(self) -> None:
@@ -53,9 +60,12 @@ class StopRequest:
         self.close()
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
+        members = sys.modules.get("shardwise.comm.members")  # only where a world was joined
+        if number == signal.SIGTERM and members is not None and members.DEPARTURE.ask():
+            return  # the others go on
         if self.requested:
             raise KeyboardInterrupt(f"second signal: {signal.Signals(number).name}")
-        self.signal = signal.Signals(number)
+        self.signal = signal.SIGTERM if number == signal.SIGUSR1 else signal.Signals(number)
 
 
 class SignalLog:

@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from shardwise.comm import Meeting, last_words
-from shardwise.launch.port import ADDRESS
+from shardwise.job_token import Seal, new_token
 
 
 class LauncherStore(RendezvousHandler):
@@ -24,11 +24,13 @@ class LauncherStore(RendezvousHandler):
     rendezvous is asked for, so their keys can go.
     """
 
-    def __init__(self, listener: socket.socket, run_id: str) -> None:
-        self._port: int = listener.getsockname()[1]
+    def __init__(self, listener: socket.socket, run_id: str, token: str = "") -> None:
+        """`token` is the job's, if somebody else has made it."""
+        self.token = token or new_token()
+        self._address, self._port = listener.getsockname()[:2]
         self._run_id = run_id
         self._store = TCPStore(
-            ADDRESS,
+            self._address,
             self._port,
             is_master=True,
             wait_for_workers=False,
@@ -38,7 +40,7 @@ class LauncherStore(RendezvousHandler):
     @property
     def port(self) -> int:
         """Where the ranks find it."""
-        return self._port
+        return int(self._port)
 
     @property
     def use_agent_store(self) -> bool:
@@ -49,19 +51,19 @@ class LauncherStore(RendezvousHandler):
         """Everybody (that is, this machine) is here: hand out the emptied store."""
         for key in self._store.list_keys():
             self._store.delete_key(key)
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(ADDRESS, self._port))
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(self._address, self._port))
 
     def last_words(self, rank: int, attempt: int) -> str:
         """What `rank` was doing when it last told the others; `""` if it never did."""
         try:
-            return last_words(self._store, rank, f"attempt-{attempt}")
+            return last_words(self._store, rank, f"attempt-{attempt}", Seal(self.token, str(attempt)))
         except RuntimeError:
             return ""
 
     def cancel_meeting(self, attempt: int, ended: list[int], living: list[int]) -> None:
         """Tell `living` ranks that wait in `World.join` for one that has `ended`."""
         if ended and living:
-            Meeting(self._store, str(attempt)).cancel_without(ended, living)
+            Meeting(self._store, str(attempt), seal=Seal(self.token, str(attempt))).cancel_without(ended, living)
 
     def get_backend(self) -> str:
         """A name for elastic's events."""

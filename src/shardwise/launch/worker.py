@@ -1,13 +1,15 @@
 """A rank's first lines: `python -m shardwise.launch.worker [-m] script args...`.
 
 Runs the script as `python script args...` would, and leaves a record of what went wrong where the
-launcher looks for it. Only the standard library is imported here: torch comes when the script asks.
+launcher looks for it. Only the standard library is imported here: torch comes when the script asks, but
+for ranks of an elastic job.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import io
 import json
 import os
@@ -28,12 +30,14 @@ def main() -> None:
     """Run the script named on the command line; does not return after a failure."""
     end_soon()
     _end_with_the_launcher()
+    _keep_to_cores()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     _write_whole_lines()
     _record_faults(error_file)
     if error_file:
         sys.excepthook = _leave_it_to_the_launcher
     try:
+        _import_before_others_wait()
         _run(sys.argv[1:])
     except KeyboardInterrupt as error:
         _record(error_file, error, "", wanted=128 + signal.SIGINT)
@@ -44,6 +48,8 @@ def main() -> None:
             _record(error_file, error, "", wanted=code)
         raise
     except BaseException as error:
+        if type(error).__name__ == "TurnedAwayError" and getattr(error, "has_asked", False):
+            sys.exit(0)  # the others go on, as it was asked for
         error.__traceback__ = _users_part(error.__traceback__)
         if not _record(error_file, error, "".join(traceback.format_exception(error))):
             sys.excepthook = sys.__excepthook__
@@ -65,6 +71,14 @@ def _run(arguments: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
+def _import_before_others_wait() -> None:
+    """A rank that comes to others is waited for from `World.join` on: what its first optimizer would import, for
+    seconds, is imported before."""
+    if "SHARDWISE_MEMBER" in os.environ:
+        importlib.import_module("torch._dynamo")
+        importlib.import_module("shardwise.elastic.session")
+
+
 def _leave_it_to_the_launcher(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """The hook under which a script starts: one report from the launcher, not a traceback from each rank.
 
@@ -80,6 +94,13 @@ def _end_with_the_launcher() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(launcher):
         os._exit(128 + signal.SIGKILL)  # it died before we could ask
+
+
+def _keep_to_cores() -> None:
+    """Before any thread is there, so that all of them keep to these cores."""
+    cores = os.environ.pop("SHARDWISE_CORES", "")
+    if cores:
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
 
 
 def _write_whole_lines() -> None:
@@ -108,6 +129,8 @@ def _record(error_file: str, error: BaseException, text: str, wanted: int | None
     is_fault = type(error).__name__ == "FaultError"  # by name: torch would have to be imported to ask otherwise
     blames = [int(rank) for rank in getattr(error, "ranks", ())] if is_fault else []
     details = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "wanted": wanted, "blames": blames}
+    if "shardwise.data_ranks" in sys.modules:  # else no loader has handed anything out
+        details["batch"] = sys.modules["shardwise.data_ranks"].HANDED_OUT.text()
     draft = Path(f"{error_file}.draft")
     try:
         draft.write_text(json.dumps({"message": {"message": summary, "extraInfo": details}}))

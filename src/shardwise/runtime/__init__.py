@@ -4,9 +4,10 @@ from shardwise.runtime.agree import Agreement
 from shardwise.runtime.buffers import BufferSync
 from shardwise.runtime.compiled import WrappedForward, check_backend
 from shardwise.runtime.executor import BoundBlock, Executor
+from shardwise.runtime.grad_mover import GradMover
 from shardwise.runtime.hooks import NO_COPY, EndOfForward, changed_inside, in_backward
-from shardwise.runtime.mover import Mover
 from shardwise.runtime.nested import named_tensors, tensors_in
+from shardwise.runtime.param_mover import ParamMover
 from shardwise.runtime.runner import Runner, Settings
 
 __all__ = [
@@ -16,7 +17,8 @@ __all__ = [
     "BufferSync",
     "EndOfForward",
     "Executor",
-    "Mover",
+    "GradMover",
+    "ParamMover",
     "Runner",
     "Settings",
     "WrappedForward",

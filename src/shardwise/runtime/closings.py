@@ -18,6 +18,7 @@ from shardwise.runtime.halves import Halves
 from shardwise.runtime.hooks import Hooks
 from shardwise.runtime.passes import Passes
 from shardwise.storage import Unit
+from shardwise.telemetry import UNITS, Timeline
 
 
 class Closings:
@@ -63,6 +64,21 @@ class Closings:
             self._gathering.finish_reductions()
             self._close_agreed(and_left=moment == self._passes.current.end_of_backward)
         return script.take(moment)
+
+    def close_weights(self, compute: Callable[[Unit], None], timeline: Timeline) -> None:
+        """The second half of a backward: unit by unit, in the order in which the first half went through them.
+        `compute` does the backward that brings those gradients of a unit's weights that have been put aside."""
+        current = self._passes.current
+        assert current.op is not None
+        for unit, arrived in self._halves.take(current.op.micro_batch):
+            before, after = current.moments(unit).before_backward, current.moments(unit).after_backward
+            self._gathering.run(self.arrive_at(before), before, unit, current)
+            with timeline.during(UNITS, f"weights {unit.name}"), self._halves.second():
+                arrived()
+                compute(unit)
+            for flat in unit.flats:
+                flat.grads.expect_all()
+            self._gathering.run(current.script.take(after), after, unit, current)
 
     def agree(self, through: Iterable[str], left: Iterable[str]) -> dict[str, bool]:
         """Every unit that is through or left on any rank, in an order that all share; and whether any has it left."""

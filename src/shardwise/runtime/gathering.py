@@ -32,7 +32,7 @@ class Gathering:
             if flat.is_whole:
                 continue
             if flat.state is GATHERING:
-                self._executor.movers[flat.name].wait_full()
+                self._executor.movers[flat.name].params.wait_full()
             if flat.state is ABSENT:
                 moment = unit.moments.before_forward
                 with self._unwatched():
@@ -50,7 +50,7 @@ class Gathering:
         """Nobody needs `unit` whole, or on its way."""
         unit.rest()
         for flat in unit.flats:
-            self._executor.movers[flat.name].wait_full()
+            self._executor.movers[flat.name].params.wait_full()
             flat.free_full()
 
     def run(
@@ -106,9 +106,9 @@ class Gathering:
         """Let go of everything that is whole and need not be."""
         for unit in self.units:
             for flat in unit.flats:
-                flat.rest()
+                flat.guard.rest()
                 flat.lasts = False
-                self._executor.movers[flat.name].wait_full()
+                self._executor.movers[flat.name].params.wait_full()
                 flat.free_full()
                 flat.free_held()
 
@@ -122,7 +122,7 @@ class Gathering:
         that; what it keeps, or has on its way, stays."""
         for unit in self.units:
             for flat in unit.flats:
-                flat.rest()
+                flat.guard.rest()
                 flat.lasts = False
                 if flat.owes_free:
                     flat.free_full()
@@ -143,7 +143,18 @@ class Gathering:
     def finish_reductions(self) -> None:
         """Bring reductions that the program left under way to their end."""
         for mover in self._executor.movers.values():
-            mover.finish_reduction()
+            mover.grads.finish_reduction()
+
+    def come_to_rest(self) -> None:
+        """Reductions done, gathered buffers freed."""
+        self.finish_reductions()
+        self.free_all()
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, those of backwards before included."""
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.grads.drop()
 
     def abandon(self) -> None:
         """A forward or backward raised: wait for what is on its way, and let go of what is whole."""

@@ -161,6 +161,10 @@ class Hooks:
                 if flat.spec.trainable:
                     self._watch_params(unit, flat)
 
+    def report_to(self, listener: Listener) -> None:
+        """Tell another one than before, who passes on what it hears to the one that owns the hooks."""
+        self._listener = listener
+
     def add_site(self, unit: Unit, site: nn.Module, *, num_running: int = 0) -> None:
         """Gather `unit` before `site` runs. Calls of `site` that are running now will be seen only as they end."""
         use = self._uses[unit.name]
@@ -168,6 +172,8 @@ class Hooks:
         def open_backward(_: object) -> None:
             self._open_for_gradient(unit)
 
+        if num_running and not use.depth:
+            use.num_writes = unit.num_writes()
         use.depth += num_running
         before, after = partial(self._before, unit, use), partial(self._after, unit, use, open_backward)
         self._handles.append(site.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -328,7 +334,7 @@ class Hooks:
         for index, param in enumerate(flat.params):
 
             def arrived(param: Tensor, index: int = index) -> None:
-                if flat.is_resting:
+                if flat.guard.is_resting:
                     grad = _taken_at_rest(param)
                 else:
                     grad, param.grad = param.grad, None

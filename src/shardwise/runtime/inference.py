@@ -15,7 +15,8 @@ rank says what is whole there.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -45,8 +46,26 @@ class Inference:
         self._reach: Reach | None = None
         self._is_over = False
 
-    def begin(self) -> None:
-        """Make whole what is kept. All ranks call."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, ranks run what they like; after it nothing is whole. All ranks enter."""
+        failed = True
+        try:
+            with torch.no_grad():
+                self._begin()
+                yield
+            failed = False
+        finally:
+            try:
+                self._end(failed=failed)
+            finally:
+                if failed:
+                    self._gathering.abandon()
+                else:
+                    self._gathering.free_all()
+
+    def _begin(self) -> None:
+        """Make whole what is kept."""
         for unit in self._units:
             if unit.name in self._kept:
                 self._gathering.open(unit)
@@ -54,8 +73,8 @@ class Inference:
             self._reach = Reach(self._units, self.need)
             self._reach.__enter__()  # type: ignore[no-untyped-call]  # torch's own
 
-    def end(self, *, failed: bool) -> None:
-        """Take part in the others' rounds until all are through. All ranks call."""
+    def _end(self, *, failed: bool) -> None:
+        """Take part in the others' rounds until all are through."""
         if self._reach is not None:
             self._reach.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's own
             self._reach = None

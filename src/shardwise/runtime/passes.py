@@ -36,6 +36,8 @@ class Pass:
         self.is_running = False
         self.is_scaled = False
         """Whether its backward is of a scaled loss."""
+        self.is_weighed = False
+        """Whether its backward is of a loss that was given its weight."""
         self.is_wiser = False
         """Whether it has taught how to see more, so that the next one is to be recorded."""
         self.open: set[str] = set()
@@ -65,7 +67,7 @@ class Pass:
 
     def end_backward(self) -> None:
         """Of a schedule: the backward of one micro-batch is through."""
-        self.is_scaled = False
+        self.is_scaled = self.is_weighed = False
         self.open.clear()
         self.through.clear()
         self.lasting.clear()
@@ -93,6 +95,10 @@ class Passes:
         """How many backwards had ended when one was cut short last; -1 if none has been since `forgive`."""
         self.num_unscaled = 0
         """Backwards since `forgive` that were not of a loss that was said to be scaled."""
+        self.must_be_weighed = False
+        """Whether a loss has to be given its weight."""
+        self.num_unweighed = 0
+        """Backwards since `forgive` of losses that were not, though they had to."""
         self._journal = journal
         self._scripts: dict[tuple[str, bool], Script] = {}
         """By what they are of, and whether gradients are reduced."""
@@ -125,6 +131,7 @@ class Passes:
         self._journal.num_backwards += 1
         self.num_backwards += 1
         self.num_unscaled += not self.current.is_scaled
+        self.num_unweighed += self.must_be_weighed and not self.current.is_weighed
         if self.current.op is None:
             self.abandon()
         else:
@@ -143,7 +150,7 @@ class Passes:
     def forgive(self) -> None:
         """Gradients were zeroed, and whatever was wrong with them is no more."""
         self.cut_short_at = -1
-        self.num_unscaled = 0
+        self.num_unscaled = self.num_unweighed = 0
 
     def finish_reductions(self) -> None:
         """What passes have left unreduced is reduced now."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from shardwise.comm import SharedBuffers, World
 from shardwise.errors import StateError
@@ -24,7 +25,7 @@ from shardwise.runtime.compiled import CompiledUnits
 from shardwise.runtime.executor import Executor
 from shardwise.runtime.gathering import Gathering
 from shardwise.runtime.halves import Halves
-from shardwise.runtime.hooks import Hooks, in_backward
+from shardwise.runtime.hooks import Hooks, Listener, in_backward
 from shardwise.runtime.inference import Inference
 from shardwise.runtime.passes import Evaluation, Pass, Passes
 from shardwise.runtime.programs import Programs
@@ -80,12 +81,18 @@ class Runner:
         if self._compiled is not None:
             self._compiled.remove()
 
+    def let_report(self, listener: Listener) -> None:
+        """Whatever the hooks say goes to `listener`, who passes it on to this."""
+        self._hooks.report_to(listener)
+
     # -- events: the model ------------------------------------------------------------------------------
 
     def enter_root(self) -> None:
         if self._inference is not None:
             return
         self.recover_if_cut_short()
+        if not is_dynamo_compiling():  # a clock is nothing that it could trace
+            self._journal.clock.work()
         training = torch.is_grad_enabled()
         self._is_training_root = training
         if not training:
@@ -111,6 +118,8 @@ class Runner:
             self._end_evaluation()
 
     def _end_evaluation(self) -> None:
+        if not is_dynamo_compiling():
+            self._journal.clock.rest()
         self._evaluation.is_running = False
         script, current = self._evaluation.script, self.passes.current
         if not script.is_finished() and not current.is_wiser and self.programs.learn_evaluation(script):
@@ -201,17 +210,13 @@ class Runner:
         if current.op is not None and current.script.is_followed:
             self.gathering.free_owed()
         else:
-            self._come_to_rest()
+            self.gathering.come_to_rest()
         if current.op is not None:
             self.gathering.expect_gradients()
         if current.op is None:
             self._learn(current, reduces=current.reduces)
         self.passes.end()
-
-    def _come_to_rest(self) -> None:
-        """Reductions done, gathered buffers freed."""
-        self.gathering.finish_reductions()
-        self.gathering.free_all()
+        self._journal.clock.rest()
 
     def _learn(self, ended: Pass, *, reduces: bool) -> None:
         """Follow from now on what was done in a pass that followed nothing, if it showed all there is."""
@@ -234,6 +239,10 @@ class Runner:
     def note_scaled(self) -> None:
         """The backward that is running is of a scaled loss."""
         self.passes.current.is_scaled = True
+
+    def note_weighed(self) -> None:
+        """The backward that is running is of a loss that was given its weight."""
+        self.passes.current.is_weighed = True
 
     # -- several micro-batches as one pass --------------------------------------------------------------
 
@@ -272,24 +281,13 @@ class Runner:
         block = self._closings.arrive_at(END_OF_BACKWARD)
         if block is not None:
             block.run()
-        self._come_to_rest()
+        self.gathering.come_to_rest()
         self._learn(current, reduces=self.passes.reduces)
         self.passes.abandon()
 
     def backward_of_weights(self, compute: Callable[[Unit], None]) -> None:
-        """The second half of a backward: unit by unit, in the order in which the first half went through them.
-        `compute` does the backward that brings those gradients of a unit's weights that have been put aside."""
-        current = self.passes.current
-        assert current.op is not None
-        for unit, arrived in self.halves.take(current.op.micro_batch):
-            before, after = current.moments(unit).before_backward, current.moments(unit).after_backward
-            self.gathering.run(self._closings.arrive_at(before), before, unit, current)
-            with self._timeline.during(UNITS, f"weights {unit.name}"), self.halves.second():
-                arrived()
-                compute(unit)
-            for flat in unit.flats:
-                flat.grads.expect_all()
-            self.gathering.run(current.script.take(after), after, unit, current)
+        """The second half of a backward: see `Closings.close_weights`."""
+        self._closings.close_weights(compute, self._timeline)
         self.end_of_backward()
 
     # -- when something raised --------------------------------------------------------------------------
@@ -299,9 +297,7 @@ class Runner:
         if not self._hooks.is_cut_short:
             return
         self._recover()
-        for unit in self.units:
-            for flat in unit.flats:
-                flat.grads.drop()
+        self.gathering.drop_gradients()
         self.passes.note_cut_short()
 
     def _recover(self) -> None:
@@ -331,23 +327,12 @@ class Runner:
             raise StateError(f"engine.inference() was entered between {what}; finish that first.")
         if self._compiled is not None:  # every length would be compiled anew; training puts it back
             self._compiled.remove()
-        inference = Inference(self.units, self.gathering, world, keep_bytes)
-        self._inference = inference
-        failed = True
+        self._inference = Inference(self.units, self.gathering, world, keep_bytes)
         try:
-            with torch.no_grad():
-                inference.begin()
+            with self._inference.running():
                 yield
-            failed = False
         finally:
-            try:
-                inference.end(failed=failed)
-            finally:
-                self._inference = None
-                if failed:
-                    self.gathering.abandon()
-                else:
-                    self.gathering.free_all()
+            self._inference = None
 
     # -- parameters that are used outside of the modules that own them ----------------------------------
 

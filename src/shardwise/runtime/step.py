@@ -42,8 +42,8 @@ class Step:
         if self._passes.owes_reductions:
             self._reduce_left()
         for mover in self._executor.movers.values():
-            if mover.waits_where_due:
-                mover.keep_due()
+            if mover.grads.waits_where_due:
+                mover.grads.keep_due()
         self._programs.step[BEFORE_STEP].run()
 
     def reduce_unforeseen(self) -> None:

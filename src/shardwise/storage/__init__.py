@@ -1,11 +1,12 @@
 """Units chosen from a module tree, and the flat memory they live in."""
 
+from shardwise.storage.at_rest import AtRest, is_at_rest
 from shardwise.storage.boxes import part_of, put_part
 from shardwise.storage.disk_folder import open_disk
 from shardwise.storage.disk_memory import DiskMemory, DiskRows
 from shardwise.storage.disk_reads import DiskRead
 from shardwise.storage.dtypes import torch_dtype
-from shardwise.storage.flat import ABSENT, GATHERING, READY, AtRest, Flat, FullState, is_at_rest
+from shardwise.storage.flat import ABSENT, GATHERING, READY, Flat, FullState
 from shardwise.storage.fresh import FreshGradients
 from shardwise.storage.gradients import FlatGradients
 from shardwise.storage.host_memory import Copied, Copy, HostMemory

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -50,10 +52,29 @@ class DiskRows:
         self._places: dict[tuple[int, str], tuple[int, int, torch.dtype]] = {}
         self.buffer: Tensor | None = None
         """That has all of it, from `DiskMemory.fetch` to `evict`."""
+        self._kept_for: list[threading.Event] = []
 
     def has(self, tensor: Tensor) -> bool:
         """Whether `tensor` stands for what lies in the file."""
         return 0 <= tensor.data_ptr() - self._mapped.data_ptr() < self.file.num_bytes and tensor.numel() > 0
+
+    def keep_for(self, reader: threading.Event) -> None:
+        """What is in the file now stays there until the event is set: another thread reads it, for a checkpoint."""
+        self._kept_for.append(reader)
+
+    def await_readers(self) -> None:
+        """Return once the file may be written to."""
+        while self._kept_for:
+            self._kept_for.pop().wait()
+
+    @property
+    def is_kept(self) -> bool:
+        return any(not reader.is_set() for reader in self._kept_for)
+
+    @property
+    def num_changes(self) -> int:
+        """How often somebody has written through the addresses, as far as torch counts."""
+        return self._mapped._version
 
     def read(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """What lies where `tensor`, flat, says, in memory: in `out`, if given, which has its dtype and length."""
@@ -65,6 +86,7 @@ class DiskRows:
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """Put `values`, flat and of any dtype and device, where `tensor` says."""
+        self.await_readers()
         for start, stop, place in self._pieces(tensor):
             size = tensor.element_size()
             part = values[start // size : stop // size].to("cpu", tensor.dtype).contiguous()
@@ -160,6 +182,7 @@ class DiskMemory:
     def leave_former(self) -> None:
         """What the plans before have here is needed no more."""
         for rows in self._left:
+            rows.await_readers()
             rows.file.close()
         self._left = []
 
@@ -223,6 +246,9 @@ class DiskMemory:
         """Begin to write `rows` back. What is in its buffer may be read until `let_go` is called and returns."""
         assert rows.buffer is not None
         buffer, rows.buffer = rows.buffer, None
+        if rows.is_kept:
+            with self.timeline.span(f"wait until {rows.name} is saved") if self.timeline.is_on else nullcontext():
+                rows.await_readers()
         writing = rows.file.write(0, buffer[: rows.file.num_bytes])
         self._follow(f"write {rows.name} states", writing)
         self._writing.append((buffer, writing, let_go))
@@ -235,6 +261,7 @@ class DiskMemory:
         """All that is here is about to be replaced, and need not be what was written, until `settle`."""
         self.begin_change()
         for rows in self._every:
+            rows.await_readers()
             rows.file.forget_checksums()
 
     def settle(self) -> None:
@@ -270,6 +297,8 @@ class DiskMemory:
     def close(self) -> None:
         """Others may have the folder. What is mapped stays as long as somebody has it. May be called twice."""
         self._reads.forget_all()
+        for rows in (*self._every, *self._left):
+            rows.await_readers()
         self._queue.close()
         self.folder.close()
 

@@ -5,10 +5,6 @@ buffer its *storage* loses its bytes (`releasable.py`); the next gather gives th
 Re-pointing `data` would not free anything: autograd saves views such as `weight.t()`, which keep the old
 storage alive, and which see the next gather this way.
 
-[Note: parameters at rest] Between the computations that use it, a parameter has another class, made by the package
-`tensors`: a subclass of its own, which says what an access means. So a freed parameter cannot be read by mistake,
-and while a module computes there is nothing in the way. PyTorch's lazy parameters change their class in the same way.
-
 [Note: resting in common] Where the ranks that shard a buffer have memory in common, `param` is this rank's part
 of it and `full` all of it: nothing is gathered or freed but the pages that this process maps, and parameters can be
 read at any time. What somebody writes to `full` is his own, and gone when it is freed, as with any other buffer.
@@ -25,6 +21,7 @@ from shardwise.comm import SharedBuffer
 from shardwise.errors import StateError
 from shardwise.placement import Slot, Span
 from shardwise.program import Buffer, FlatSpec, disk_bytes, resting_disk_bytes
+from shardwise.storage.at_rest import ParamGuard
 from shardwise.storage.disk_memory import DiskMemory, DiskRows
 from shardwise.storage.dtypes import torch_dtype
 from shardwise.storage.grad_buffer import Memory, OwnMemory
@@ -49,17 +46,6 @@ class FullState(Enum):
 
 RESIDENT, ABSENT, GATHERING, READY = FullState
 """To look one up in the class takes Python 3.11 eight times as long as a name, and every gather asks for several."""
-
-
-class AtRest:
-    """What the class of every parameter at rest is a subclass of."""
-
-    __slots__ = ()
-
-
-def is_at_rest(param: object) -> bool:
-    """Whether `param` is a parameter of some engine's, outside of a computation."""
-    return isinstance(param, AtRest)
 
 
 class Flat:
@@ -112,10 +98,9 @@ class Flat:
         self.disk: DiskMemory | None = None
         self.rows: DiskRows | None = None
         """What lies on a disk, if the table has a row there."""
-        self._plain_types: tuple[tuple[torch.nn.Parameter, type], ...] = ()
-        self._resting_types: tuple[tuple[torch.nn.Parameter, type], ...] = ()
-        self.is_resting = False
-        """Whether parameters have the class that says what an access outside of a computation means."""
+        self.outgoing: Tensor | None = None
+        """What is to travel of what was updated on the host, if the update itself has cast it."""
+        self.guard = ParamGuard()
 
     @property
     def name(self) -> str:
@@ -153,17 +138,6 @@ class Flat:
             self.disk.forget_read(self.rows)
 
     # -- birth ------------------------------------------------------------------------------------------
-
-    def collect(self, values: Callable[[int], Tensor] | None) -> Tensor:
-        """The parameters' first values in one buffer, in the dtype in which the optimizer keeps them.
-
-        `values(index)` is one parameter, flat; without it the buffer is there and zero, to be received into.
-        """
-        whole = torch.zeros(self.spec.numel, dtype=self.kept_dtype, device=self.device)
-        if values is not None:
-            for index, slot in enumerate(self.slots):
-                _part(whole, slot.span).copy_(values(index))
-        return whole
 
     def settle(self, whole: Tensor) -> None:
         """Put every row where the table says, from `whole`."""
@@ -287,36 +261,6 @@ class Flat:
             self.meter.drop("working", self.held.nbytes)
             self.held = None
 
-    def fetch_states(self) -> None:
-        """Bring what lies on the disk into host memory, where it is to be updated. It is there until the disk has
-        all of it again."""
-        assert self.disk is not None
-        assert self.rows is not None
-        self.disk.fetch(self.rows)
-        self.find_rows()
-
-    def evict_states(self) -> None:
-        """Begin to write it back."""
-        assert self.disk is not None
-        assert self.rows is not None
-        self.disk.evict(self.rows, self._leave_buffer)
-
-    def _leave_buffer(self) -> None:
-        self.land()
-        self.find_rows()
-
-    def read_rows(self, out: Tensor) -> Copy:
-        """Begin to bring the parameters that rest on the disk into `out`, on the device."""
-        assert self.disk is not None
-        assert self.rows is not None
-        num_bytes = self.param.nbytes
-
-        def copy(buffer: Tensor) -> Copy:
-            return self.host.fetch(out, buffer[:num_bytes].view(out.dtype))
-
-        self.reading = self.disk.read(self.rows, copy)
-        return self.reading
-
     def find_rows(self) -> None:
         """Let `param` and `master` be where the disk's rows are now."""
         assert self.rows is not None
@@ -385,33 +329,6 @@ class Flat:
             master = self.loaded(piece)
             edited = _part(values, mine).to(master.device)
             self.put(piece, torch.where(master.to(edited.dtype) == edited, master, edited.to(master.dtype)))
-
-    # -- parameters at rest -----------------------------------------------------------------------------
-
-    def guard(self, resting_type: Callable[[type], type]) -> None:
-        """From now on parameters at rest have the class that `resting_type` makes of their own."""
-        self._plain_types = tuple((param, type(param)) for param in self.params)
-        self._resting_types = tuple((param, resting_type(plain)) for param, plain in self._plain_types)
-        self.rest()
-
-    def unguard(self) -> None:
-        """Parameters have their own class for good."""
-        self.wake()
-        self._resting_types = ()
-
-    def wake(self) -> None:
-        """A computation begins that uses the parameters, which are whole."""
-        if self.is_resting:
-            self.is_resting = False
-            for param, plain in self._plain_types:
-                param.__class__ = plain
-
-    def rest(self) -> None:
-        """It is over."""
-        if self._resting_types and not self.is_resting:
-            self.is_resting = True
-            for param, resting in self._resting_types:
-                param.__class__ = resting
 
     # -- one parameter ----------------------------------------------------------------------------------
 

@@ -71,10 +71,10 @@ class FlatGradients:
         self._waits_as_fresh = not reduce_due(spec)
         self._wire = torch_dtype(table.wire)
         self._fresh_dtype = torch_dtype(table.grad.dtype) if self._waits_as_fresh else self._wire
-        self._scale = 1.0
+        self._unweighed = 1.0
         for axis in spec.mesh.replica_axes:  # those of experts have seen the tokens of every rank along `cut_axes`
-            self._scale /= spec.mesh.size(axis)
-        self._factor = _factor(self._scale, torch_dtype(table.compute))
+            self._unweighed /= spec.mesh.size(axis)
+        self.weigh(1.0)
         grad_dtype = torch_dtype(table.grad.dtype)
         self._grad_buffer = (
             GradBuffer(self.grad_span.numel, grad_dtype, self._meter) if spec.keeps_grad_buffer else None
@@ -87,6 +87,11 @@ class FlatGradients:
         self._used_fresh: FreshGradients | None = None
         """One without bytes, for a later backward; see [Note: memory for fresh gradients is used again]."""
 
+    def weigh(self, weight: float) -> None:
+        """Gradients that come from here on count so much; see [Note: weights] in `weighing.py`."""
+        self._scale = self._unweighed * weight
+        self._factor = _factor(self._scale, torch_dtype(self.spec.table.compute))
+
     # -- what a backward leaves -------------------------------------------------------------------------
 
     def arrive(self, index: int, grad: Tensor, *, is_last: bool = True) -> bool:
@@ -95,7 +100,10 @@ class FlatGradients:
         `is_last`: no other one of this parameter is to come in this backward. Returns what `complete` would.
         """
         view = (self.fresh or self._opened_fresh()).views[index]
-        if self._in_fresh[index]:
+        if self._scale == 0.0:  # of a stand-in, whatever it is: nan times zero is nan
+            if not self._in_fresh[index]:
+                view.zero_()
+        elif self._in_fresh[index]:
             view.add_(grad, alpha=self._scale)
         else:
             torch.mul(grad, self._factor, out=view)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 
 from shardwise.comm import Buffers, Group, Part, SharedBuffers
 from shardwise.mesh import Mesh
@@ -27,7 +28,8 @@ def share(flats: Iterable[Flat], collectives: Buffers, mesh: Mesh, rank: int) ->
             by_axes[shard].append(flat)
     found = []
     for axes, sharded in by_axes.items():
-        shared_buffers = collectives.shared_buffers(_line(axes, mesh, rank), [_part(flat) for flat in sharded])
+        parts, lines = [_part(flat) for flat in sharded], partial(_lines, axes, mesh)
+        shared_buffers = collectives.shared_buffers(_line(axes, mesh, rank), parts, lines)
         if shared_buffers is not None:
             found.append(shared_buffers)
             for flat, piece in zip(sharded, shared_buffers.pieces, strict=True):
@@ -43,3 +45,7 @@ def _part(flat: Flat) -> Part:
 def _line(axes: Axes, mesh: Mesh, rank: int) -> Group:
     ranks = mesh.among(rank, axes)
     return Group("+".join(axes), ranks, ranks.index(rank))
+
+
+def _lines(axes: Axes, mesh: Mesh) -> set[tuple[int, ...]]:
+    return {mesh.among(rank, axes) for rank in range(mesh.world_size)}

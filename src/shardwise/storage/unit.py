@@ -69,13 +69,13 @@ class Unit:
         return sum(map(_version, self._params))
 
     def wake(self) -> None:
-        """Parameters are used by a computation from here on; see [Note: parameters at rest] in `flat.py`."""
+        """Parameters are used by a computation from here on; see [Note: parameters at rest] in `at_rest.py`."""
         for flat in self.flats:
-            flat.wake()
+            flat.guard.wake()
 
     def rest(self) -> None:
         for flat in self.flats:
-            flat.rest()
+            flat.guard.rest()
 
     def has_fresh(self) -> bool:
         """Whether gradients lie here that should have been reduced by now."""

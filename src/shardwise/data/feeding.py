@@ -1,0 +1,76 @@
+"""What a loader is made of: who feeds it, whose part it hands out, and where batches are put."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from threading import Event
+from typing import Any, Protocol
+
+from shardwise.data.indexed import IndexedFeed
+from shardwise.data.prefetch import Task
+from shardwise.data.recipe import Made, Recipe
+from shardwise.data.settings import Samples
+from shardwise.data.sources import Catalogue, as_stream
+from shardwise.data.streaming import StreamFeed
+from shardwise.data.transfer import Transfer
+from shardwise.devices import TorchAccelerator
+from shardwise.errors import ConfigError
+from shardwise.places import place_of
+
+
+class Ranks(Protocol):
+    """Which rank of how many: a `shardwise.World`, or anything like it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+def feed_of(
+    source: Any, batch_rows: int, recipe: Recipe, samples: Samples
+) -> tuple[IndexedFeed | StreamFeed, int | None, dict[str, Any]]:
+    """What makes the batches, the rows of an epoch if they are known, and what tells this run from others."""
+    stream = as_stream(source)
+    if stream is not None:
+        return StreamFeed(stream, samples.tail, batch_rows, recipe), None, {"stream": stream.name}
+    order = {"shuffle": samples.shuffle}
+    catalogue = Catalogue.of(source, batch_rows, recipe.seed, shuffle=samples.shuffle, tail=samples.tail)
+    return IndexedFeed(catalogue, batch_rows, recipe), catalogue.rows_per_epoch, {**order, **catalogue.identity}
+
+
+def ranks_of(world: Ranks | tuple[int, int] | None) -> tuple[int, int]:
+    if world is None:
+        place = place_of(os.environ)
+        if place.size is None:
+            raise ConfigError(
+                f"{place.in_words()} says which rank this is, but not of how many. Give Loader(..., world=world)."
+            )
+        rank, size = place.rank, place.size
+    elif isinstance(world, tuple):
+        rank, size = world
+    else:
+        rank, size = world.rank, world.size
+    if not 0 <= rank < size:
+        raise ConfigError(f"Rank {rank} is not within {size} ranks; ranks count from 0.")
+    return rank, size
+
+
+def pinning_of(transfer: Transfer | None, pin: bool | None) -> Transfer | None:
+    """Where to batches are pinned, if they are."""
+    is_wanted = pin if pin is not None else transfer is not None and transfer.leads_off_the_host
+    if not is_wanted:
+        return None
+    if transfer is not None and transfer.has_accelerator:
+        return transfer
+    accelerator = TorchAccelerator.found()
+    if accelerator is None:
+        raise ConfigError("Pinning is for a GPU, and torch finds none here. Leave out pin=.")
+    return Transfer.to(accelerator.kind)
+
+
+def made_and_pinned(task: Task[Made], transfer: Transfer, stop: Event) -> Made:
+    made = task(stop)
+    return replace(made, batches=tuple(transfer.pinned(batch) for batch in made.batches))

@@ -1,0 +1,213 @@
+"""Whose fault it was that ranks were lost, and what to do about it: from how they ended, alone.
+
+[Note: what a failure follows] One exception says little: it may be the code, what the rank was given, or the machine.
+What it follows tells them apart. On all ranks at one step: the code, which does the same everywhere. The same words at
+the same step once more, after the samples went to other ranks: the samples. The same host again and again, in whatever
+words: the host. So the first time a lone failure is taken for the node's, whose loss costs nothing, and the step is
+taken again; what comes of that decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.elastic.signs import End, Sign, sign_of
+
+Sort = Literal["code", "data", "node", "network"]
+Action = Literal["stop", "skip", "shrink", "exclude", "retry"]
+"""stop: the job ends, and is not begun again. skip: the batch is left out. shrink: the others go on, and a process may
+take the place of the dead. exclude: nothing is started on that host any more. retry: all try again as they are."""
+
+MOST_TOLD = 8
+_OF_NODES: dict[Sign, str] = {
+    "memory": "ran out of memory",
+    "gpu": "has a device that fails",
+    "disk": "has a disk that is full or fails",
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is done where there is a choice.
+
+    `data`: about a batch that fails wherever it goes. A host is excluded after `host_faults` faults of its own within
+    `seconds`, and the job stopped after more than `faults` of any kind within them, if that is given.
+    """
+
+    data: Literal["stop", "skip"] = "stop"
+    host_faults: int = 3
+    faults: int | None = None
+    seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The verdict on one fault: a sentence of evidence, and what follows."""
+
+    sort: Sort
+    action: Action
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    evidence: str
+    step: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.sort}: {self.evidence} {_DONE[self.action]}"
+
+    def record(self) -> dict[str, object]:
+        """For the record of the run; JSON."""
+        return {
+            "sort": self.sort,
+            "action": self.action,
+            "ranks": list(self.ranks),
+            "hosts": list(self.hosts),
+            "evidence": self.evidence,
+            "at_step": self.step,
+        }
+
+
+_DONE: dict[Action, str] = {
+    "stop": "The job is stopped; trying again would not help.",
+    "skip": "That batch is left out.",
+    "shrink": "The others go on.",
+    "exclude": "Nothing is started there any more.",
+    "retry": "All try again.",
+}
+
+
+@dataclass
+class Judge:
+    """Knows the faults of a job so far, and sorts each new one."""
+
+    policy: Policy = field(default_factory=Policy)
+    _before: list[tuple[float, End]] = field(default_factory=list)
+
+    def judge(self, ends: Sequence[End], num_ranks: int, now: float) -> Blame:
+        """The verdict on what has just been lost, `ends`, at least one, of `num_ranks`. `now` is in seconds, of any
+        clock that does not go back."""
+        self._before = [(at, end) for at, end in self._before if at > now - self.policy.seconds]
+        firsts = _firsts(ends)
+        verdict = self._sorted(firsts, num_ranks)
+        self._before += [(now, end) for end in firsts if sign_of(end) != "asked"]
+        most = self.policy.faults
+        if verdict.action in ("stop", "skip") or most is None or len(self._before) <= most:
+            return verdict
+        many = (
+            f"{verdict.evidence} It is fault {len(self._before)} within {self.policy.seconds:g} s, of which "
+            f"{most} are borne."
+        )
+        return Blame(verdict.sort, "stop", verdict.ranks, verdict.hosts, many, verdict.step)
+
+    def _sorted(self, ends: Sequence[End], num_ranks: int) -> Blame:
+        signs = {sign_of(end) for end in ends}
+        if signs <= {"asked"}:
+            return _blame(
+                "node", "shrink", ends, f"{_ranks(ends)} {_were(ends)} asked to end, by {ends[0].signal_name}."
+            )
+        if signs <= {"connection", "fault"}:
+            return self._network(ends)
+        if signs == {"data"}:
+            return self._data(ends, f"{_did(ends)}.")
+        if len(ends) > 1 and _are_all(ends, num_ranks):
+            common = f"{ends[0].manner} on {'all' if num_ranks == len(ends) else len(ends)} ranks, at one step."
+            if signs & {"exception", "exit", "crash", "memory"}:
+                return _blame("code", "stop", ends, f"The same happened everywhere: it {common}")
+        return self._alone(ends, num_ranks)
+
+    def _alone(self, ends: Sequence[End], num_ranks: int) -> Blame:
+        """What happened to some ranks and not to others, in ways that differ."""
+        own = [end for end in ends if sign_of(end) in _OF_NODES]
+        if own:
+            what = _OF_NODES[sign_of(own[0])]
+            where = f"{own[0].host} " if own[0].host else f"The machine of rank {own[0].rank} "
+            return self._node(own, f"{where}{what}: rank {own[0].rank} {own[0].manner}.")
+        first = ends[0]
+        again = [end for _, end in self._before if end.signature == first.signature and sign_of(end) == sign_of(first)]
+        if sign_of(first) in ("exception", "crash", "exit"):
+            same_step = [end for end in again if end.step == first.step]
+            if same_step and all(end.rank == first.rank for end in same_step):
+                text = f"{_did(ends)}, at the same step again, though in another process and with other samples."
+                return _blame("code", "stop", ends, text)
+            if same_step:
+                text = (
+                    f"{_did(ends)}, as rank {_last_of(again, first.step).rank} had at the same step "
+                    f"with the same samples."
+                )
+                return self._data(ends, text)
+            elsewhere = {(end.host, end.rank) for end in again} - {(first.host, first.rank)}
+            if len(again) >= 2 and elsewhere:
+                steps = ", ".join(str(end.step) for end in again[-3:])
+                text = f"{_did(ends)}, as ranks on other places had after steps {steps}."
+                return _blame("code", "stop", ends, text)
+        gone = "" if len(ends) == 1 else f", {len(ends)} of {num_ranks} ranks at once"
+        host = f" (all on {first.host})" if first.host and len(ends) > 1 and len({e.host for e in ends}) == 1 else ""
+        return self._node(ends, f"{_did(ends)}{gone}{host}.")
+
+    def _node(self, ends: Sequence[End], text: str) -> Blame:
+        host = ends[0].host
+        faults = sum(end.host == host and sign_of(end) != "asked" for _, end in self._before) + 1
+        if host and faults >= self.policy.host_faults:
+            return _blame("node", "exclude", ends, f"{text} That is fault {faults} of {host} in a short time.")
+        return _blame("node", "shrink", ends, text)
+
+    def _network(self, ends: Sequence[End]) -> Blame:
+        unreached = [end for end in ends if end.is_alive] or list(ends)
+        host = unreached[0].host
+        faults = sum(end.host == host and sign_of(end) in ("connection", "fault") for _, end in self._before) + 1
+        first = unreached[0]
+        if first.is_alive:
+            text = f"{_ranks(unreached)} could not be reached: {first.text or first.error or 'no word came'}."
+        else:
+            text = f"{_did(unreached)}, and no rank had died before."
+        if host and faults >= self.policy.host_faults:
+            return _blame("network", "exclude", unreached, f"{text} That is fault {faults} of {host} in a short time.")
+        return _blame("network", "retry", unreached, text)
+
+    def _data(self, ends: Sequence[End], text: str) -> Blame:
+        named = next((end.batch for end in ends if end.batch), "")
+        evidence = f"{text} {named[:1].upper()}{named[1:]}." if named else text
+        return _blame("data", self.policy.data, ends, evidence)
+
+
+def _firsts(ends: Sequence[End]) -> list[End]:
+    """Those that failed by themselves: the others say that a rank was lost, or lost their connection to it."""
+    ordered = sorted(ends, key=lambda end: (end.at, end.rank))
+    primary = [end for end in ordered if sign_of(end) not in ("fault", "connection", "asked")]
+    asked = [end for end in ordered if sign_of(end) == "asked"]
+    broken = [end for end in ordered if sign_of(end) == "connection"]
+    return primary or asked or broken or ordered
+
+
+def _are_all(ends: Sequence[End], num_ranks: int) -> bool:
+    """Whether the same befell most ranks at one step, so that it cannot be what one of them was given."""
+    (_, count), *_ = Counter((end.signature, end.step) for end in ends).most_common(1)
+    return count > num_ranks // 2 and count == len(ends)
+
+
+def _last_of(ends: Sequence[End], step: int) -> End:
+    return [end for end in ends if end.step == step][-1]
+
+
+def _blame(sort: Sort, action: Action, ends: Sequence[End], evidence: str) -> Blame:
+    hosts = tuple(dict.fromkeys(end.host for end in ends if end.host))
+    return Blame(sort, action, tuple(end.rank for end in ends), hosts, evidence, ends[0].step)
+
+
+def _ranks(ends: Sequence[End]) -> str:
+    numbers = [str(end.rank) for end in ends[:MOST_TOLD]]
+    if len(ends) == 1:
+        return f"Rank {numbers[0]}"
+    more = f" and {len(ends) - MOST_TOLD} more" if len(ends) > MOST_TOLD else ""
+    return f"Ranks {', '.join(numbers)}{more}"
+
+
+def _did(ends: Sequence[End]) -> str:
+    manner = ends[0].manner
+    return f"{_ranks(ends)} {manner if len(ends) == 1 else manner.replace('was ', 'were ', 1)}"
+
+
+def _were(ends: Sequence[End]) -> str:
+    return "was" if len(ends) == 1 else "were"

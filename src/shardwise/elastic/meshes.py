@@ -1,0 +1,29 @@
+"""The mesh of a plan on a world of another size than it was written for."""
+
+from __future__ import annotations
+
+from shardwise.config import Plan
+from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
+from shardwise.placement import mesh_for
+
+
+def plan_on(plan: Plan, num_ranks: int, local_size: int | None) -> Plan:
+    """`plan`, with a mesh that `num_ranks` can have: its own where that fits, else one with the same axes.
+
+    The innermost axis keeps its size where that divides the ranks, and the outermost takes the rest; else the innermost
+    takes all of them.
+    """
+    try:
+        mesh_for(plan, num_ranks, local_size)
+    except ConfigError:
+        axes = tuple(plan.mesh) if plan.mesh is not None else ("node", "local")
+        inner = (plan.mesh or {}).get(axes[-1], -1)
+        sizes = dict.fromkeys(axes, 1)
+        if len(axes) > 1 and inner > 0 and num_ranks % inner == 0:
+            sizes[axes[0]], sizes[axes[-1]] = num_ranks // inner, inner
+        else:
+            sizes[axes[-1]] = num_ranks
+        Mesh.of(sizes, num_ranks)
+        return plan.model_copy(update={"mesh": sizes})
+    return plan

@@ -1,0 +1,125 @@
+"""What the end of one rank says about its cause: words of exceptions and signals, sorted."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+Sign = Literal["memory", "gpu", "disk", "connection", "data", "fault", "exception", "crash", "kill", "asked", "exit"]
+"""memory: no more of it, on a host or a device; gpu: a device or its driver failed; disk: one is full, or fails;
+connection: a peer could not be reached; data: a source could not give a sample; fault: what a rank raises because of
+another; exception: of the script; crash: of native code; kill: SIGKILL; asked: by a signal that asks to end; exit: a
+code that the script chose."""
+
+# Looked for in this order, in the text of the exception, first in its last line: more telling ones come first.
+_WORDS: tuple[tuple[Sign, str], ...] = (
+    ("data", r"^(shardwise\.errors\.)?DataError\b"),
+    (
+        "memory",
+        r"OutOfMemoryError|out of memory|Cannot allocate memory|^MemoryError\b|DefaultCPUAllocator: can't alloc",
+    ),
+    ("disk", r"No space left on device|Input/output error|Read-only file system|Disk quota exceeded|Stale file handle"),
+    (
+        "gpu",
+        r"\bXid\b|uncorrectable ECC|ECC error|CUDA error: (?!device-side assert)|cudaError(?!.*assert)|"
+        r"unspecified launch failure|NVLink|fallen off the bus|CUBLAS_STATUS_(ALLOC|EXECUTION|INTERNAL)|"
+        r"CUDNN_STATUS_(EXECUTION|INTERNAL)|unhandled cuda error|hipError|device .* is lost",
+    ),
+    (
+        "connection",
+        r"Connection (reset|refused|closed|timed out|aborted)|Broken pipe|No route to host|Network is unreachable|"
+        r"ncclRemoteError|ncclSystemError|unhandled system error|NCCL.*(timeout|timed out|remote)|"
+        r"Timed out waiting \d+ ?ms|Host is down|ConnectionError",
+    ),
+    ("fault", r"^(shardwise\.errors\.)?(FaultError|CommError|TurnedAwayError)\b"),
+)
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP}
+_REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_KINDS_OF_FAULT = re.compile(r"^(shardwise\.errors\.)?(FaultError|CommError|TurnedAwayError)\b")
+
+
+@dataclass(frozen=True)
+class End:
+    """How one rank ended, as far as anybody knows.
+
+    `exit_code` is negative for a signal. `error` is the last line of its exception, `text` all of it, or the end of its
+    log. `step` is the last one committed before, `batch` the samples that it had, in words. `ran_out` says that the
+    kernel has killed it for memory. `is_alive`: it has not ended, others could not reach it.
+    """
+
+    rank: int
+    host: str = ""
+    exit_code: int = 0
+    error: str = ""
+    text: str = ""
+    step: int = -1
+    batch: str = ""
+    ran_out: bool = False
+    is_alive: bool = False
+    at: float = 0.0
+
+    @property
+    def signature(self) -> str:
+        """What is the same wherever one mistake shows: the exception without numbers and addresses; a signal."""
+        if self.error:
+            return re.sub(r"0x[0-9a-f]+|\d+", "#", self.error)[:400]
+        return _signal_name(self.exit_code) or f"exit code {self.exit_code}"
+
+    @property
+    def signal_name(self) -> str:
+        """Of the signal that ended it; empty if none did."""
+        return _signal_name(self.exit_code)
+
+    @property
+    def manner(self) -> str:
+        """In words."""
+        if self.is_alive:
+            return "could not be reached"
+        if self.ran_out:
+            return "was killed by the kernel, for memory"
+        if self.error:
+            return f"raised {self.error[:300]}"
+        name = _signal_name(self.exit_code)
+        return f"was killed by {name}" if name else f"ended with exit code {self.exit_code}"
+
+
+def sign_of(end: End) -> Sign:
+    """The cause of one rank's end, as it shows on that rank alone."""
+    if end.is_alive:
+        return "connection"
+    if end.ran_out:
+        return "memory"
+    if end.error:
+        return _sign_of_error(end)
+    if end.exit_code < 0:
+        number = -end.exit_code
+        if number == signal.SIGKILL:
+            return "kill"
+        if number in _CRASHES:
+            words = _found(end.text)
+            return words if words in ("gpu", "memory", "disk") else "crash"
+        return "asked" if number in _REQUESTS else "kill"
+    return "exit"
+
+
+def _sign_of_error(end: End) -> Sign:
+    found = _found(end.error)
+    if _KINDS_OF_FAULT.match(end.error):
+        return "fault"  # whatever it repeats of another rank's words
+    return found or "exception"
+
+
+def _found(text: str) -> Sign | None:
+    for sign, words in _WORDS:
+        if re.search(words, text, re.MULTILINE):
+            return sign
+    return None
+
+
+def _signal_name(exit_code: int) -> str:
+    try:
+        return signal.Signals(-exit_code).name if exit_code < 0 else ""
+    except ValueError:
+        return f"signal {-exit_code}"

@@ -1,0 +1,46 @@
+"""A folder in the host's memory for what has to outlive ranks. The launcher makes it, and removes it at the end.
+
+[Note: folders of the dead] in `launch/folder.py` holds here too: what a launcher that was killed has left, the next one
+takes away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from shardwise.launch.folder import LOCK, clear_away
+
+MEMORY = Path("/dev/shm")
+
+
+class Images:
+    """`folder` is the place, or `None` on a system without such memory. Use it in a `with`."""
+
+    def __init__(self, memory: Path = MEMORY) -> None:
+        self.folder: Path | None = None
+        self._lock = -1
+        if not memory.is_dir() or not os.access(memory, os.W_OK):
+            return
+        clear_away(memory)
+        draft = Path(tempfile.mkdtemp(prefix=".shardwise-", dir=memory))
+        self._lock = os.open(draft / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.folder = draft.rename(draft.with_name(draft.name[1:]))
+
+    def clear(self) -> None:
+        """Remove what ranks have left there: it is of no use to those that start anew."""
+        for path in self.folder.iterdir() if self.folder is not None else ():
+            if path.name != LOCK:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Images:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._lock)

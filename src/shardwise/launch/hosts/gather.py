@@ -1,0 +1,177 @@
+"""Everything before the first rank: what hosts have, whether it fits, and a port of the first that others reach."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from shardwise.errors import LaunchError
+from shardwise.launch.hosts.connection import Arrivals, Connection
+from shardwise.launch.hosts.problems import connection_problem, contradictions, letter
+from shardwise.launch.hosts.wire import Message
+from shardwise.launch.places.ssh import LEFT_OUT, SshPlan
+from shardwise.units import format_bytes
+from shardwise.version import __version__
+
+ANSWER_SECONDS = 60.0
+"""What a host gets to start Python; connecting has its own time."""
+_RSYNC_SECONDS = 3600
+_LIST_SECONDS = 60
+_NUM_SHOWN = 5
+
+
+class Stopped(Exception):  # noqa: N818 nothing went wrong: somebody asked the job to end
+    """A signal came while hosts were being asked."""
+
+
+class Answers:
+    """Waits for the answers of several hosts at once."""
+
+    def __init__(self, arrivals: Arrivals, is_stopped: Callable[[], bool]) -> None:
+        self._arrivals = arrivals
+        self._is_stopped = is_stopped
+
+    def collect(
+        self, hosts: Iterable[Connection], said: str, seconds: float, python: str
+    ) -> tuple[dict[Connection, Message], dict[str, str]]:
+        """What each of `hosts` said, and why the others did not, by name."""
+        waiting, answers, problems = set(hosts), {}, {}
+        deadline = time.monotonic() + seconds
+        while waiting and time.monotonic() < deadline:
+            if self._is_stopped():
+                raise Stopped
+            arrival = next_arrival(self._arrivals, 0.1)
+            if arrival is None or arrival[0] not in waiting:
+                continue
+            host, message = arrival
+            if message["said"] == said:
+                answers[host] = message
+            elif message["said"] == "lost":
+                host.is_lost = True
+                problems[host.name] = connection_problem(host.status, host.complaints, python)
+            elif message["said"] == "problem":
+                problems[host.name] = str(message["text"])
+            else:
+                continue
+            waiting.discard(host)
+        return answers, problems | {
+            host.name: connection_problem(None, host.complaints, python) for host in waiting
+        }  # fmt: skip
+
+
+def next_arrival(arrivals: Arrivals, seconds: float) -> tuple[Connection, Message] | None:
+    """What a host has said, after at most `seconds`; None if nothing."""
+    try:
+        return arrivals.get(timeout=seconds)
+    except queue.Empty:
+        return None
+
+
+def copy_directory(plan: SshPlan) -> None:
+    """Bring this directory to all hosts at once, by rsync. Raises `LaunchError` with all that failed."""
+    problems: dict[str, str] = {}
+
+    def copy(number: int) -> None:
+        share = plan.shares[number]
+        try:
+            done = subprocess.run(
+                plan.copy(share),
+                capture_output=True,
+                text=True,
+                timeout=_RSYNC_SECONDS,
+                stdin=subprocess.DEVNULL,
+                check=False,
+            )
+        except FileNotFoundError:
+            problems[share.host.name] = "there is no rsync on this machine; install it, or leave --rsync out"
+            return
+        if done.returncode == 255:
+            problems[share.host.name] = connection_problem(255, done.stderr, plan.job.python)
+        elif "rsync: not found" in done.stderr or "rsync: command not found" in done.stderr:
+            problems[share.host.name] = "there is no rsync on it; install it, or leave --rsync out"
+        elif done.returncode:
+            lines = done.stderr.strip().splitlines() or ["it does not say why"]
+            problems[share.host.name] = f"rsync failed: {lines[0]}"
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(len(plan.shares))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise LaunchError(letter(problems))
+
+
+def what_is_sent() -> str:
+    """Which files of this directory `--rsync` would copy, in words. Asks this machine alone."""
+    try:
+        command = ["rsync", "--recursive", "--list-only", "--no-human-readable", *LEFT_OUT, "./"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIST_SECONDS, check=False)
+    except FileNotFoundError:
+        return "what would be sent is not known: there is no rsync on this machine"
+    except subprocess.TimeoutExpired:
+        return f"what would be sent is more than can be listed in {_LIST_SECONDS} s"
+    lines = [line.split(maxsplit=4) for line in done.stdout.splitlines() if not line.startswith("d")]
+    files = {words[4]: int(words[1]) for words in lines if len(words) == 5 and words[1].isdigit()}
+    largest = sorted(files, key=lambda name: (-files[name], name))[:_NUM_SHOWN]
+    shown = ", ".join(f"{name} ({format_bytes(files[name])})" for name in largest)
+    return f"sent to each host: {len(files)} files, {format_bytes(sum(files.values()))}; the largest: {shown or 'none'}"
+
+
+def look_at(hosts: list[Connection], plan: SshPlan, answers: Answers) -> dict[Connection, float]:
+    """Make sure that all hosts can run the job; return by how much their clocks are before ours, in seconds.
+
+    Raises `LaunchError` with everything that is in the way on any of them.
+    """
+    asked_at = time.time()
+    for host in hosts:
+        host.send("look", directory=plan.settings.directory, job=job_as_message(plan, host))
+    seconds = plan.settings.connect_seconds + ANSWER_SECONDS
+    facts, problems = answers.collect(hosts, "facts", seconds, plan.job.python)
+    problems |= {host.name: said["problem"] for host, said in facts.items() if said["problem"]}
+    in_order = {host.name: facts[host] for host in hosts if host in facts}
+    problems |= contradictions(in_order, __version__)
+    _refuse(problems, hosts)
+    midpoint = (asked_at + time.time()) / 2  # hosts answer when Python has started, the slowest last
+    return {host: float(said["time"]) - midpoint for host, said in facts.items()}
+
+
+def have_a_port(hosts: list[Connection], plan: SshPlan, answers: Answers) -> tuple[str, int]:
+    """Where ranks are to meet, after all hosts have tried. Raises `LaunchError` with all that cannot reach it."""
+    first, others = hosts[0], hosts[1:]
+    first.send("listen", address=plan.settings.address, port=plan.job.port)
+    listening, problems = answers.collect([first], "listening", ANSWER_SECONDS, plan.job.python)
+    _refuse(problems, hosts)
+    address, port = str(listening[first]["address"]), int(listening[first]["port"])
+    if others and address in ("127.0.0.1", "::1"):
+        raise LaunchError(
+            f"{first.name} is this machine, and others do not reach it by {address}. Name the one by which they do "
+            f"with --master-addr."
+        )
+    for host in others:
+        host.send("reach", address=address, port=port)
+    reached, problems = answers.collect(others, "reached", ANSWER_SECONDS, plan.job.python)
+    cure = "is the port blocked? Open it and name it with --port, or name another address with --master-addr"
+    problems |= {
+        host.name: f"it does not reach {first.name} at {address}, port {port} ({said['problem']}); {cure}"
+        for host, said in reached.items()
+        if said["problem"]
+    }
+    _refuse(problems, hosts)
+    return address, port
+
+
+def job_as_message(plan: SshPlan, host: Connection) -> dict[str, Any]:
+    """The job as its host is to run it; paths of this machine stay here."""
+    return asdict(plan.job) | {"nproc": host.share.num_ranks, "log_dir": None}
+
+
+def _refuse(problems: dict[str, str], hosts: list[Connection]) -> None:
+    if problems:
+        in_order = {host.name: problems[host.name] for host in hosts if host.name in problems}
+        raise LaunchError(letter(in_order))

@@ -1,0 +1,1 @@
+"""One module per place where ranks run: a pure function gives a plan to print, another carries it out."""

@@ -1,0 +1,201 @@
+"""Ranks on Kubernetes: the manifests of an Indexed Job with its headless Service, of a JobSet, of Kubeflow's TrainJob.
+
+One pod is one host; in each, `torchrun` starts the ranks. A Job starts single pods again, which is of no use to ranks
+that wait for each other; a JobSet starts all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from shardwise.errors import ConfigError
+from shardwise.launch.job import Job
+
+KINDS = ("job", "jobset", "trainjob")
+_PORT = 29500
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PodRequest:
+    """What to ask of a cluster."""
+
+    image: str
+    nodes: int = 1
+    kind: str = "job"
+    name: str = "shardwise"
+    namespace: str = "default"
+    gpus_per_node: int = 0
+    queue: str = ""
+    """Of Kueue; `""` is none."""
+    secrets: tuple[str, ...] = ()
+    """Secrets of the namespace whose entries become variables."""
+    claims: Mapping[str, str] = field(default_factory=dict)
+    """Persistent volume claims, and where each is mounted."""
+
+    def check(self) -> None:
+        """Raises `ConfigError`."""
+        if not self.image:
+            raise ConfigError("--where k8s needs --image: what the pods run, with shardwise and the script in it.")
+        if self.kind not in KINDS:
+            raise ConfigError(f"--kind {self.kind!r} is none of {', '.join(KINDS)}.")
+        if self.nodes < 1:
+            raise ConfigError(f"--nodes is {self.nodes}: a job needs at least one.")
+        for option, name in (("--name", self.name), ("--namespace", self.namespace)):
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{option} {name!r} is not a name of Kubernetes': small letters, digits and dashes, at most 50."
+                )
+        for claim, path in self.claims.items():
+            if not path.startswith("/"):
+                raise ConfigError(f"--claim {claim}:{path}: the path in the pod begins with a slash.")
+
+
+@dataclass(frozen=True)
+class K8sPlan:
+    """Manifests, to be applied in order."""
+
+    manifests: tuple[Manifest, ...]
+    request: PodRequest
+
+    def text(self) -> str:
+        """What a dry run prints: YAML, as `kubectl apply -f -` reads it."""
+        return yaml.safe_dump_all(self.manifests, sort_keys=False, width=1000).rstrip()
+
+    @property
+    def pods(self) -> str:
+        """A selector for the pods of the job."""
+        labels = {"job": "batch.kubernetes.io/job-name", "jobset": "jobset.sigs.k8s.io/jobset-name"}
+        return f"{labels.get(self.request.kind, 'jobset.sigs.k8s.io/jobset-name')}={self.request.name}"
+
+
+def plan_k8s(job: Job, request: PodRequest, environment: Mapping[str, str]) -> K8sPlan:
+    """The manifests that run `job.nproc` ranks in each of `request.nodes` pods. Raises `ConfigError`.
+
+    Values of `environment` are in the manifests, for all to read; secrets belong into `request.secrets`.
+    """
+    request.check()
+    if job.max_restarts and request.kind != "jobset":
+        raise ConfigError(
+            f"--max-restarts: a {request.kind} starts one pod again, and the others would wait for what it has "
+            f"forgotten. Use --kind jobset, which starts all of them."
+        )
+    build = {"job": _indexed_job, "jobset": _job_set, "trainjob": _train_job}[request.kind]
+    return K8sPlan(tuple(build(job, request, environment)), request)
+
+
+def _indexed_job(job: Job, request: PodRequest, environment: Mapping[str, str]) -> list[Manifest]:
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(request, with_queue=False),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # ranks meet before any pod counts as ready
+            "selector": {"batch.kubernetes.io/job-name": request.name},
+            "ports": [{"name": "meeting", "port": _PORT}],
+        },
+    }
+    spec = _job_spec(job, request, environment, address=f"{request.name}-0.{request.name}")
+    spec["template"]["spec"]["subdomain"] = request.name
+    whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(request), "spec": spec}
+    return [service, whole]
+
+
+def _job_set(job: Job, request: PodRequest, environment: Mapping[str, str]) -> list[Manifest]:
+    spec = _job_spec(job, request, environment, address=f"{request.name}-hosts-0-0.{request.name}")
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": _metadata(request),
+            "spec": {
+                "network": {"enableDNSHostnames": True, "subdomain": request.name},
+                "failurePolicy": {"maxRestarts": job.max_restarts},
+                "replicatedJobs": [{"name": "hosts", "replicas": 1, "template": {"spec": spec}}],
+            },
+        }
+    ]
+
+
+def _train_job(job: Job, request: PodRequest, environment: Mapping[str, str]) -> list[Manifest]:
+    if request.claims or request.secrets:
+        raise ConfigError("A TrainJob has its volumes and secrets from its runtime. Leave out --claim and --secret.")
+    trainer: Manifest = {
+        "image": request.image,
+        "command": ["torchrun", *_script(job)],  # the runtime sets torchrun's options, as PET_...
+        "numNodes": request.nodes,
+        "numProcPerNode": job.nproc,
+    }
+    if environment or job.threads:
+        trainer["env"] = _environment(job, environment)
+    if request.gpus_per_node:
+        trainer["resourcesPerNode"] = {"limits": {"nvidia.com/gpu": str(request.gpus_per_node)}}
+    spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
+    api = "trainer.kubeflow.org/v1alpha1"
+    return [{"apiVersion": api, "kind": "TrainJob", "metadata": _metadata(request), "spec": spec}]
+
+
+def _job_spec(job: Job, request: PodRequest, environment: Mapping[str, str], address: str) -> Manifest:
+    volumes = [{"name": "memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "memory", "mountPath": "/dev/shm"}]  # 64 MiB otherwise, and NCCL wants more
+    for number, (claim, path) in enumerate(request.claims.items()):
+        volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"claim-{number}", "mountPath": path})
+    container: Manifest = {
+        "name": "ranks",
+        "image": request.image,
+        "command": [
+            "torchrun",
+            f"--nnodes={request.nodes}",
+            f"--nproc-per-node={job.nproc}",
+            "--node-rank=$(JOB_COMPLETION_INDEX)",
+            f"--master-addr={address}",
+            f"--master-port={_PORT}",
+            *_script(job),
+        ],
+        "env": _environment(job, environment),
+        "ports": [{"name": "meeting", "containerPort": _PORT, "protocol": "TCP"}],
+        "volumeMounts": mounts,
+    }
+    if request.secrets:
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in request.secrets]
+    if request.gpus_per_node:
+        container["resources"] = {"limits": {"nvidia.com/gpu": str(request.gpus_per_node)}}
+    pod: Manifest = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": max(30, int(job.grace_seconds) + 20),
+        "containers": [container],
+        "volumes": volumes,
+    }
+    return {
+        "completionMode": "Indexed",
+        "completions": request.nodes,
+        "parallelism": request.nodes,
+        "backoffLimit": 0,
+        "template": {"spec": pod},
+    }
+
+
+def _script(job: Job) -> list[str]:
+    """What torchrun is to run; Kubernetes would put variables where it sees `$(...)`."""
+    over = ["-m", *job.run_by] if job.run_by else []
+    return [word.replace("$(", "$$(") for word in (*over, *(["-m"] if job.is_module else []), *job.command)]
+
+
+def _environment(job: Job, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    values = {"PYTHONUNBUFFERED": "1", **({"OMP_NUM_THREADS": str(job.threads)} if job.threads else {}), **environment}
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _metadata(request: PodRequest, with_queue: bool = True) -> Manifest:
+    labels = {"app.kubernetes.io/managed-by": "shardwise"}
+    if request.queue and with_queue:
+        labels["kueue.x-k8s.io/queue-name"] = request.queue
+    return {"name": request.name, "namespace": request.namespace, "labels": labels}

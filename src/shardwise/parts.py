@@ -1,0 +1,255 @@
+"""What a sharded model is made of, and how it is put together: hooks to programs, programs to collectives, optimizers
+to their pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.access import Access
+from shardwise.activations import (
+    ActivationMemory,
+    DiskStore,
+    HostStore,
+    Offloading,
+    PagedMemory,
+    Store,
+    TreatedSites,
+)
+from shardwise.comm import Collectives, DataGroup, World
+from shardwise.gradients import Gradients
+from shardwise.mesh import SEQUENCE_AXIS
+from shardwise.optim import AdoptedOptimizer, Piece, RankPeers
+from shardwise.pipeline import Pipeline, SharedGradients, has_pipeline
+from shardwise.precision import Agreeing, LossScaler, NoNews, Verdict
+from shardwise.program import Action
+from shardwise.runtime import BufferSync, Executor, Runner, Settings
+from shardwise.sequence import SequenceParallel
+from shardwise.sharding import Sharding
+from shardwise.storage import Flat, on_host
+from shardwise.telemetry import Ledger, Timeline
+from shardwise.tensors import Owner, Structure
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that holds memory of one plan. None of it holds whoever holds it, so that the memory goes as soon as
+    `ShardedModel` lets go of this, and waits for no garbage collection."""
+
+    sharding: Sharding
+    flats: list[Flat]
+    optimizer: AdoptedOptimizer | None
+    runner: Runner
+    verdict: Verdict
+    buffers: BufferSync
+    gradients: Gradients
+    access: Access
+    owner: Owner
+    ledger: Ledger
+    timeline: Timeline
+
+
+class Steps(Protocol):
+    """Who takes the steps, and is asked by optimizers and by the model's forward."""
+
+    def before_step(self, member: torch.optim.Optimizer) -> None: ...
+
+    def during_step(self) -> None: ...
+
+    def after_step(self, member: torch.optim.Optimizer) -> None: ...
+
+    def before_change(self) -> None: ...
+
+    def forget(self, pieces: Sequence[Piece] | None, set_to_none: bool) -> None: ...
+
+    def whole_state(self, member: torch.optim.Optimizer) -> dict[str, Any]: ...
+
+    def scaler(self) -> LossScaler | None: ...
+
+    def cast_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None: ...
+
+
+class Assembly:
+    """Puts the parts of one sharded model together. All ranks call its methods, in this order: `parts`, `pipeline`,
+    `sequence`, `treat_activations`.
+
+    `hooks` gets what takes it all down again. `data_group` are the ranks that hold the same part of the model, `peers`
+    those that list the same parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharding: Sharding,
+        world: World,
+        data_group: DataGroup,
+        peers: DataGroup,
+        hooks: ExitStack,
+        steps: Steps,
+    ) -> None:
+        self._model = model
+        self._sharding = sharding
+        self._plan, self._mesh = sharding.plan, sharding.mesh
+        self._world = world
+        self._data_group = data_group
+        self._peers = peers
+        self._hooks = hooks
+        self._steps = steps
+        self._flats = [flat for unit in sharding.units for flat in unit.flats]
+        self._groups = {axis: world.group(sharding.mesh, axis) for axis in sharding.mesh.axes}
+        self._optimizer: AdoptedOptimizer | None = None
+
+    def parts(self, optimizers: Sequence[torch.optim.Optimizer]) -> Parts:
+        """Everything but what only some meshes and plans ask for."""
+        sharding, flats = self._sharding, self._flats
+        collectives = self._world.collectives(sharding.device)
+        collectives.prepare(self._mesh)
+        buffers = BufferSync(self._model, self._data_group, on_host)
+        verdict = self._verdict(collectives, buffers)
+        executor = Executor(flats, collectives, self._groups)
+        executor.provide("verdict", lambda action: verdict.sum_over(action.over))
+        executor.provide("buffers", lambda _: buffers.share())
+        self._adopt(optimizers, collectives, executor)
+        runner = self._runner(executor)
+        gradients = self._gradients(executor, runner, verdict)
+        access = Access(self._model, runner, flats, executor.agreement, self._optimizer)
+        owner = Owner(sharding.units, runner, executor.agreement, access, gradients, self._steps.before_change)
+        self._hooks.callback(owner.close)
+        self._hooks.callback(Structure(self._model).release)
+        cast = self._model.register_forward_pre_hook(self._steps.cast_inputs, prepend=True, with_kwargs=True)
+        self._hooks.callback(cast.remove)
+        self._hooks.callback(runner.remove)
+        ledger, timeline = collectives.ledger, executor.timeline
+        return Parts(
+            sharding, flats, self._optimizer, runner, verdict, buffers, gradients, access, owner, ledger, timeline
+        )
+
+    def _verdict(self, collectives: Collectives, buffers: BufferSync) -> Verdict:
+        stages = [axis for axis in self._mesh.model_axes if axis not in self._mesh.same_params_axes]
+        everybody, journal = self._world.everybody, self._world.journal
+        journal.whole_model_axes = frozenset([everybody.axis, *stages] if stages else [])
+        exchange = None if on_host(self._sharding.device) else partial(self._world.exchange, subject="verdict")
+        return Verdict(
+            self._flats,
+            collectives,
+            self._groups,
+            buffers if self._plan.sync_buffers and self._data_group.size > 1 else NoNews(),
+            Agreeing(frozenset(self._peers.group.ranks), frozenset(stages), exchange),
+            must_know_norm=self._plan.precision == "fp16",
+            complete=self._shared_gradients(),
+        )
+
+    def _shared_gradients(self) -> Callable[[], None] | None:
+        """What adds up gradients of parameters that lie on several stages of a pipeline, if this rank has any."""
+        if self._sharding.staged is None:
+            return None
+        shared = SharedGradients(self._sharding.staged, self._flats, self._world, self._mesh)
+        return shared.add_up if shared else None
+
+    def _adopt(self, optimizers: Sequence[torch.optim.Optimizer], collectives: Collectives, executor: Executor) -> None:
+        """Optimizers take pieces of the flat buffers in place of parameters, and do what of a program is theirs."""
+        peers = RankPeers(self._flats, collectives, self._mesh, self._world.rank, self._steps.during_step)
+        executor.provide("norms", peers.add_norms)
+        executor.provide("matrix", peers.exchange_matrices)
+        executor.provide("update", peers.exchange_matrices)
+        disk = self._sharding.disk
+        if disk is not None:
+            disk.timeline = executor.timeline
+        if optimizers:
+            steps = self._steps
+            self._optimizer = AdoptedOptimizer(
+                optimizers,
+                self._flats,
+                before=steps.before_step,
+                after=steps.after_step,
+                forget=steps.forget,
+                whole=steps.whole_state,
+                peers=peers,
+            )
+            self._hooks.callback(self._optimizer.release)
+        by_name = {flat.name: flat for flat in self._flats}
+        executor.provide("master", partial(_update, self._optimizer, by_name))
+        executor.provide("states", partial(_move_states, self._optimizer, by_name))
+
+    def _runner(self, executor: Executor) -> Runner:
+        plan, sharding = self._plan, self._sharding
+        prefetch_bytes = None if plan.prefetch_bytes == "auto" else plan.prefetch_bytes
+        settings = Settings(prefetch_bytes, plan.compile)
+        closings = partial(self._data_group.exchange, subject="closings")
+        return Runner(self._model, sharding.units, executor, closings, sharding.shared_buffers, settings)
+
+    def _gradients(self, executor: Executor, runner: Runner, verdict: Verdict) -> Gradients:
+        among_all, among_peers, among_data = (
+            partial(exchange, subject="norms")
+            for exchange in (self._world.exchange, self._peers.exchange, self._data_group.exchange)
+        )
+        exchanges = (among_all, among_peers, among_data)
+        return Gradients(self._flats, executor.agreement, runner, verdict, exchanges, self._steps.scaler)
+
+    def pipeline(self, parts: Parts) -> Pipeline | None:
+        """What leads micro-batches through the stages, if the model is cut into stages."""
+        sharding = self._sharding
+        if sharding.staged is None:
+            return None
+        pipeline = Pipeline(sharding.staged, self._world, self._mesh, sharding.device)
+        pipeline.attach()
+        units = sharding.staged.by_stage([(unit.spec, unit.params) for unit in sharding.units])
+        parts.runner.foresee_schedule(pipeline.row, units, pipeline.halved_params)
+        parts.gradients.is_of_stage = True
+        self._world.journal.part = f"stage {', '.join(map(str, sharding.staged.stages))}"
+        self._hooks.callback(pipeline.release)
+        return pipeline
+
+    def sequence(self) -> SequenceParallel | None:
+        """What leads the model's attention over the ranks that share in a sequence, if the mesh has such."""
+        mesh = self._mesh
+        if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
+            return None
+        in_stages, device = has_pipeline(mesh), self._sharding.device
+        sequence = SequenceParallel(self._model, self._plan, mesh, self._world, device, in_stages=in_stages)
+        self._hooks.callback(sequence.close)
+        return sequence
+
+    def treat_activations(self, sequence: SequenceParallel | None) -> None:
+        """Units recompute their activations, or keep them elsewhere, as the plan says."""
+        around = sequence.recomputing if sequence is not None else nullcontext
+        treated = TreatedSites(self._sharding.treatments.by_site, self._stores(), around)
+        treated.install()
+        self._hooks.callback(treated.remove)
+
+    def _stores(self) -> dict[str, Offloading]:
+        """Where activations go that leave the device, by policy."""
+        sharding = self._sharding
+        if not sharding.treatments.have("offload", "disk"):
+            return {}
+        integers = (param for param in self._model.parameters() if not param.is_floating_point())
+        resting = [*(flat.full for flat in self._flats), *integers]
+        own = self._world.rank_device
+        device = own if sharding.device.type == own.device.type else None
+        waits = device is not None and device.accelerator is not None
+        stores: dict[str, Store] = {"offload": HostStore(ActivationMemory(sharding.meter, device))}
+        if sharding.treatments.have("disk"):
+            assert sharding.disk is not None
+            stores["disk"] = DiskStore(sharding.disk, PagedMemory(sharding.meter, device), sharding.meter)
+        return {policy: Offloading(store, sharding.device, resting, waits=waits) for policy, store in stores.items()}
+
+
+def _update(optimizer: AdoptedOptimizer | None, flats: Mapping[str, Flat], action: Action) -> None:
+    """`update` of what the optimizer has of one flat buffer. Without an optimizer nobody takes a step."""
+    assert optimizer is not None
+    optimizer.update_flat(flats[action.flat])
+
+
+def _move_states(optimizer: AdoptedOptimizer | None, flats: Mapping[str, Flat], action: Action) -> None:
+    """`fetch` or `evict` of what one flat buffer has on a disk."""
+    assert optimizer is not None
+    move = optimizer.rows.fetch if action.verb == "fetch" else optimizer.rows.evict
+    move(flats[action.flat])

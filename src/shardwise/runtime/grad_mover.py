@@ -1,0 +1,152 @@
+"""The moves of one flat buffer's gradients: `grad` from what a backward left, `due` in the step from what has waited
+for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+import torch
+
+from shardwise.comm import Communicator, Group
+from shardwise.errors import CommError
+from shardwise.program import Action, adds_in_place, reduce_due, step_gradients
+from shardwise.runtime.reduction import Reduction, staging_bytes
+from shardwise.storage import Flat, torch_dtype
+
+Tensor = torch.Tensor
+
+
+class GradMover:
+    """What is on its way of one flat buffer's gradients on this rank: one reduction at a time."""
+
+    def __init__(self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group]) -> None:
+        self.flat = flat
+        self._collectives = collectives
+        self._groups = groups
+        self._name = flat.name
+        self._wire = torch_dtype(flat.spec.table.wire)
+        self._reduction: Reduction | None = None
+        self._chain = reduce_due(flat.spec)
+        self.waits_where_due = flat.spec.trainable and not step_gradients(flat.spec)
+        """Whether gradients wait just as the update needs them, so that nothing moves at the step."""
+
+    def reduce_scatter_grad(self, action: Action) -> None:
+        """Start to sum over one axis; each rank gets its part."""
+        reduction, group = self._sum(action), self._groups[action.over]
+        source, dtype = reduction.current, self._dtype_of(action, reduction)
+        numel, flat = source.numel() // len(group.ranks), self.flat
+        is_kept, is_same_dtype = flat.grads.is_in_grad_buffer(source), source.dtype == dtype
+        if adds_in_place(action.effect, is_same_dtype=is_same_dtype, is_kept=is_kept):
+            out = source[group.index * numel : (group.index + 1) * numel]
+        else:
+            out = flat.grads.sum_memory(numel, dtype)
+        chunks = reduction.chunks(len(group.ranks))
+        work = self._collectives.reduce_scatter(out, source, group, self._wire, self._name, chunks)
+        reduction.start(out, work, staging_bytes(action, source, len(group.ranks), self._wire))
+
+    def all_reduce_grad(self, action: Action) -> None:
+        """Start to sum over one axis; each rank gets all of it."""
+        reduction, group = self._sum(action), self._groups[action.over]
+        source, dtype = reduction.current, self._dtype_of(action, reduction)
+        is_kept, is_same_dtype = self.flat.grads.is_in_grad_buffer(source), source.dtype == dtype
+        can_stay = is_kept or not self._collectives.is_buffer_scarce
+        if can_stay and adds_in_place(action.effect, is_same_dtype=is_same_dtype, is_kept=is_kept):
+            out = source
+        else:
+            out = self.flat.grads.sum_memory(source.numel(), dtype)
+        work = self._collectives.all_reduce(out, source, group, self._wire, self._name)
+        reduction.start(out, work, staging_bytes(action, source, len(group.ranks), self._wire))
+
+    def cast_grad(self, action: Action) -> None:
+        reduction = self._sum(action)
+        reduction.finish(reduction.current.to(self._dtype_of(action, reduction)))
+
+    def evict_grad(self, action: Action) -> None:
+        """Start to bring a sum to the host."""
+        reduction, host = self._sum(action), self.flat.host
+        out = host.buffer(reduction.current.numel(), reduction.current.dtype)
+        reduction.leave(out, host.evict(out, reduction.current))
+
+    def slice_due(self, action: Action) -> None:
+        """Every rank has the sum, and updates its own part."""
+        reduction, group = self._sum(action), self._groups[action.over]
+        reduction.finish(reduction.current.chunk(len(group.ranks))[group.index].clone())
+
+    reduce_scatter_due, all_reduce_due, cast_due = reduce_scatter_grad, all_reduce_grad, cast_grad
+    evict_due = evict_grad
+
+    def wait_sum(self, _: Action) -> None:
+        """A sum over some of the axes is there."""
+        if self._reduction is not None:
+            self._reduction.wait()
+
+    def wait_grad(self, _: Action) -> None:
+        """The gradient of one more backward waits for the step."""
+        if self._reduction is not None:
+            reduction = self._reduction
+            self.flat.grads.keep_grad(self._ended(reduction), reduction.landing)
+
+    def wait_due(self, _: Action) -> None:
+        """The update can read its gradient."""
+        if self._reduction is not None:
+            reduction = self._reduction
+            due = self._ended(reduction)
+            reduction.land()
+            self.flat.grads.keep_due(due)
+
+    def _sum(self, action: Action) -> Reduction:
+        """What gradients have been summed to so far; at first, where the action's subject has them from."""
+        if self._reduction is None:
+            self._reduction = self._of_backward() if action.subject == "grad" else self._of_waiting()
+        return self._reduction
+
+    def _of_backward(self) -> Reduction:
+        fresh = self.flat.grads.open_fresh()
+        return Reduction(fresh.memory, self.flat, fresh)
+
+    def _of_waiting(self) -> Reduction:
+        source = self.flat.grads.take_grad()
+        if source is None:  # no backward reached this buffer here, but others may wait for our part
+            numel, dtype = self.flat.grads.grad_span.numel, torch_dtype(self.flat.spec.table.grad.dtype)
+            source = self.flat.grads.sum_memory(numel, dtype).zero_()
+        return Reduction(source, self.flat, None)
+
+    def _dtype_of(self, action: Action, reduction: Reduction) -> torch.dtype:
+        return torch_dtype(action.dtype) if action.dtype != "-" else reduction.current.dtype
+
+    def _ended(self, reduction: Reduction) -> Tensor:
+        """What a reduction has come to, once its last step is done."""
+        reduction.wait()
+        self._reduction = None
+        reduction.release()
+        return reduction.current
+
+    def finish_reduction(self) -> None:
+        """Bring a reduction that the program left under way to its end."""
+        while self._reduction is not None:
+            started = self._reduction.num_started
+            if started == len(self._chain):
+                self.wait_grad(self._chain[-1])
+            else:
+                self.wait_sum(self._chain[started])
+                action = self._chain[started]
+                move: Callable[[Action], None] = getattr(self, f"{action.verb}_{action.subject}")
+                move(action)
+
+    def keep_due(self) -> None:
+        """Where gradients wait as the update needs them, nothing moves."""
+        grad = self.flat.grads.take_grad()
+        if grad is not None:
+            self.flat.grads.keep_due(grad)
+
+    def abandon(self) -> None:
+        """Wait for whatever is on its way and forget it. What will never come has been complained about already."""
+        if self._reduction is None:
+            return
+        with suppress(CommError):
+            self._reduction.wait()
+        self._reduction.release()
+        if self._reduction.landing is not None:
+            self.flat.host.give_back(self._reduction.current, self._reduction.landing)
+        self._reduction = None

@@ -1,0 +1,236 @@
+"""The moves of one flat buffer's parameters: gathered for a pass and freed, and brought back after an update."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import torch
+
+from shardwise.comm import Communicator, Group, Work
+from shardwise.errors import CommError, TierError
+from shardwise.placement import Axes, Span
+from shardwise.program import Action
+from shardwise.storage import ABSENT, GATHERING, READY, Copy, DiskRead, Flat, torch_dtype
+
+Tensor = torch.Tensor
+
+
+class ParamMover:
+    """What is on its way of one flat buffer's parameters on this rank."""
+
+    def __init__(self, flat: Flat, collectives: Communicator, groups: Mapping[str, Group]) -> None:
+        self.flat = flat
+        self._collectives = collectives
+        self._groups = groups
+        self._journal = collectives.journal
+        self._name = flat.name
+        self._gathering = f"gather of {flat.name}"
+        self._coordinate = {axis: group.index for axis, group in groups.items()}
+        self._spans: dict[Axes, Span] = {}
+        self._parts_of_full: dict[Axes, Tensor] = {}
+        self._chunks_of_full: dict[tuple[Axes, str], Sequence[Tensor]] = {}
+        self._spread: Axes = ()
+        self._arriving: Work | None = None
+        self._outgoing: Tensor | None = None
+        """On the host, the cast of what was updated there, while it is fetched."""
+
+    # -- parameters, in a pass ----------------------------------------------------------------------------
+
+    def gather_param(self, action: Action) -> None:
+        """Start to make `full` whole over one axis, from what rests."""
+        self._gather(action.over, self.flat.param, self.flat.spec.table.param.shard)
+
+    def fetch_param(self, _: Action) -> None:
+        """Start to bring what rests on the host, or on a disk, to its place in `full`."""
+        flat = self.flat
+        if flat.state is not ABSENT:
+            return
+        self._spread = flat.spec.table.param.shard
+        flat.allocate_full()
+        part = self._part_of_full(self._spread)
+        if flat.spec.rests_on_disk:
+            self._arriving = flat.reading = self._read(part)
+        else:
+            self._arriving = flat.reading = flat.host.fetch(part, flat.param)
+
+    def _read(self, out: Tensor) -> Copy:
+        """Begin to bring the parameters that rest on the disk into `out`, on the device."""
+        flat, num_bytes = self.flat, self.flat.param.nbytes
+        assert flat.disk is not None
+        assert flat.rows is not None
+        return flat.disk.read(flat.rows, lambda buffer: flat.host.fetch(out, buffer[:num_bytes].view(out.dtype)))
+
+    def gather_held(self, action: Action) -> None:
+        """The same from what is held; from what rests, if nothing is."""
+        if self.flat.held is not None:
+            self._gather(action.over, self.flat.held, self.flat.spec.table.held.shard)
+        else:
+            self.gather_param(action)
+
+    def wait_range(self, _: Action) -> None:
+        """A larger range of `full` is there."""
+        if self.flat.spec.rests_on_disk and isinstance(self._arriving, DiskRead):
+            self._wait_for_all_disks(self._arriving)
+        self._wait_arriving()
+
+    def _wait_for_all_disks(self, read: DiskRead) -> None:
+        """Before ranks give each other what they have read: if a disk of any of them failed, all raise `TierError`."""
+        why = ""
+        try:
+            read.wait()
+        except TierError as error:
+            why = str(error)
+        for axis in self.flat.spec.table.axes:
+            said = self._collectives.exchange(json.dumps(why).encode(), self._groups[axis], self._gathering)
+            why = next((text for text in map(json.loads, said) if text), "")
+        if why:
+            raise TierError(why)
+
+    def free_full(self, _: Action) -> None:
+        self.flat.free_full()
+
+    def slice_held(self, _: Action) -> None:
+        self.flat.hold()
+
+    def wait_full(self, _: Action | None = None) -> None:
+        """`full` is whole, if it was on its way, and what was held of it is free."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        if self.flat.state is GATHERING and not self._spread:
+            if self.flat.shared is not None:
+                self.flat.shared.wait_closed()
+            self.flat.state = READY
+            self.flat.free_held()
+
+    def _gather(self, axis: str, source: Tensor, shard: Axes) -> None:
+        flat = self.flat
+        if flat.is_whole and not flat.owes_free:
+            return
+        if flat.is_whole:  # ranks that have let it go count on this one's part; what comes is what is there
+            flat.owes_free = False
+            self._spread = shard
+            flat.state = GATHERING
+        if flat.state is GATHERING and axis not in self._spread:
+            return
+        if flat.state is ABSENT:
+            self._spread = shard
+            flat.allocate_full()
+            if flat.shared is None:
+                self._part_of_full(shard).copy_(source)
+        for other in reversed(flat.spec.table.order):
+            if other == axis:
+                break
+            if other in self._spread:  # nothing was held, so what rests is gathered, over more axes
+                self._gather_over(other)
+                self._wait_arriving()
+        self._gather_over(axis)
+
+    def _gather_over(self, axis: str) -> None:
+        spread = self._spread = tuple([other for other in self._spread if other != axis])
+        gathered, group = self._part_of_full(spread), self._groups[axis]
+        if self.flat.shared is not None:  # it is there already
+            self._count_read(gathered, group)
+            return
+        chunks = self._chunks_of_full.get((spread, axis))
+        if chunks is None:
+            chunks = self._chunks_of_full[spread, axis] = gathered.chunk(len(group.ranks))
+        self._arriving = self._collectives.all_gather(gathered, group, self._name, chunks)
+
+    def _count_read(self, gathered: Tensor, group: Group) -> None:
+        """What the others read of this rank's, as if it had been sent: ranks that differ are told of it as then."""
+        self._journal.mark(self._gathering, is_of_part=True)
+        ledger, num_ranks = self._collectives.ledger, len(group.ranks)
+        ledger.called("gather", group.axis)
+        ledger.sent("gather", group.axis, (num_ranks - 1) * (gathered.nbytes // num_ranks))
+
+    def _wait_arriving(self) -> None:
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+
+    # -- parameters, after an update ----------------------------------------------------------------------
+
+    def cast_param(self, _: Action) -> None:
+        self.flat.accept_master()
+
+    def cast_outgoing(self, _: Action) -> None:
+        """What has been updated on the host, as it is to travel, unless the update has left it so."""
+        self._outgoing, self.flat.outgoing = self.flat.outgoing, None
+        if self._outgoing is not None:
+            return
+        master, dtype = self.flat.require_master(), torch_dtype(self.flat.spec.table.param.dtype)
+        self._outgoing = self.flat.host.buffer(master.numel(), dtype)
+        self.flat.copy_master(self._outgoing)
+
+    def fetch_outgoing(self, _: Action) -> None:
+        """Start to bring that to where parameters rest."""
+        assert self._outgoing is not None
+        self._bring(self._outgoing)
+
+    def fetch_updated(self, _: Action) -> None:
+        """The same of what has been updated as it is."""
+        master = self.flat.require_master()
+        if self.flat.on_disk(master) is not None:
+            self._outgoing = self.flat.host.buffer(master.numel(), master.dtype)
+            self.flat.copy_master(self._outgoing)
+        self._bring(master if self._outgoing is None else self._outgoing)
+
+    def _bring(self, source: Tensor) -> None:
+        span = self.flat.optim_span.within(self.flat.param_span)
+        self._arriving = self.flat.reading = self.flat.host.fetch(self.flat.param[span.start : span.stop], source)
+
+    def gather_updated(self, action: Action) -> None:
+        """Start to bring updated parameters to where they rest, from the ranks that updated them."""
+        table = self.flat.spec.table
+        if not self._spread:
+            self._spread = table.optim.shard
+        self._spread = tuple(other for other in self._spread if other != action.over)
+        span = self.flat.spec.layout.span(self._spread, self._coordinate).within(self.flat.param_span)
+        resting = self.flat.param[span.start : span.stop]
+        self._arriving = self._collectives.all_gather(resting, self._groups[action.over], self._name)
+        if set(self._spread) == set(table.param.shard):
+            self._spread = ()
+
+    def wait_updated(self, _: Action) -> None:
+        """A larger range of what rests is up to date."""
+        self._wait_arriving()
+        self._let_outgoing_go()
+
+    def wait_param(self, _: Action) -> None:
+        self._wait_arriving()
+        self._let_outgoing_go()
+
+    def _let_outgoing_go(self) -> None:
+        outgoing, self._outgoing = self._outgoing, None
+        if outgoing is not None:
+            self.flat.host.give_back(outgoing, self.flat.reading)
+
+    # -- when something raised ------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Wait for whatever is on its way and forget it. What will never come has been complained about already."""
+        if self._arriving is not None:
+            with suppress(CommError, TierError):
+                self._arriving.wait()
+            self._arriving = None
+        if self.flat.disk is not None:
+            self.flat.disk.abandon_reads()
+        self._spread = ()
+        if self.flat.state is GATHERING:
+            self.flat.state = READY
+
+    def _part_of_full(self, shard: Axes) -> Tensor:
+        """What this rank has of `full` under `shard`. Bytes come and go, but the tensor stays, so it is made once."""
+        part = self._parts_of_full.get(shard)
+        if part is None:
+            part = self._parts_of_full[shard] = self._spanned(self.flat.full, shard)
+        return part
+
+    def _spanned(self, tensor: Tensor, shard: Axes) -> Tensor:
+        span = self._spans.get(shard)
+        if span is None:
+            span = self._spans[shard] = self.flat.spec.layout.span(shard, self._coordinate)
+        return tensor[span.start : span.stop]

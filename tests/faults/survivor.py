@@ -1,0 +1,122 @@
+"""Run by `test_survival.py` on real processes: a loop as anybody writes it, some of whose ranks are killed.
+
+survivor.py OUT PLAN LOOP STEPS KILL...     OUT: a folder; PLAN: a preset or JSON; LOOP: engine, plain or train_step;
+KILL: MEMBER:STEP:POINT, where POINT is forward, backward, step, or a number: of the collective that is next then
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+
+ROWS, WIDTH, OUTPUTS = 12, 16, 8
+
+
+def build(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, OUTPUTS))
+
+
+def batch_of(step: int, place: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's rows of the batch of a step, which are the same whoever asks."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    x, y = torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, OUTPUTS, generator=generator)
+    own = slice(place * ROWS // num_ranks, (place + 1) * ROWS // num_ranks)
+    return x[own], y[own]
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).mean()
+
+
+class Deaths:
+    """Kills this process where it is told to."""
+
+    def __init__(self, kills: list[str], member: int) -> None:
+        mine = [kill.split(":") for kill in kills]
+        self._at = {(int(step), point) for one, step, point in mine if int(one) == member}
+        self._left = -1
+
+    def befall(self, step: int, point: str) -> None:
+        if (step, point) in self._at:
+            self._die()
+
+    def begin_step(self, step: int) -> None:
+        for at, point in self._at:
+            if at == step and point.isdigit() and self._left < 0:
+                self._left = int(point)
+
+    def watch(self, world: sw.World) -> None:
+        enter = world.journal.enter
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self._left == 0:
+                self._die()
+            self._left -= self._left > 0
+            return enter(*args, **kwargs)
+
+        world.journal.enter = counted  # type: ignore[method-assign]
+
+    def _die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> None:
+    logging.basicConfig(level="WARNING")
+    torch.set_num_threads(1)
+    world = sw.World.join(timeout_seconds=20)
+    member = world.membership.member if world.membership is not None else world.rank
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = sw.shard(model, json.loads(plan) if plan.startswith("{") else plan, optimizer=optimizer, world=world)
+    deaths = Deaths(kills, member)
+    (out / f"pid-{member}").write_text(str(os.getpid()))
+    losses: dict[int, float] = {}
+    times: list[tuple[int, float]] = []
+    generation = -1
+    while engine.num_steps < num_steps and not engine.any_rank((out / "enough").exists()):
+        step = engine.num_steps
+        if generation != engine.world.generation:
+            generation = engine.world.generation
+            deaths.watch(engine.world)
+        deaths.begin_step(step)
+        x, y = batch_of(step, *engine.data_ranks)
+        engine.weigh(len(x), ROWS)
+        deaths.befall(step, "forward")
+        if loop == "train_step":
+            loss = engine.train_step(x, y, loss_fn=loss_of)
+        else:
+            loss = loss_of(model(x), y)
+            deaths.befall(step, "backward")
+            if loop == "engine":
+                engine.backward(loss)
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            deaths.befall(step, "step")
+            if loop == "engine":
+                engine.step()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        if engine.num_steps > step:
+            losses[step] = engine.mean(loss.item())
+        times.append((engine.num_steps, time.time()))
+    state = {name: value.tolist() for name, value in engine.state_dict().items()}
+    said = {"losses": losses, "state": state, "void": engine.num_void, "times": times, "world": engine.world.size}
+    (out / f"member-{member}.json").write_text(json.dumps(said))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:])

@@ -1,0 +1,156 @@
+"""Real processes under `shardwise launch --elastic`, killed with `kill -9`: an unchanged loop ends where one does of
+which nobody was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.survivor import ROWS, batch_of, build, loss_of
+from tests.thorough import THOROUGH, drawn, one_in
+
+pytestmark = pytest.mark.skipif(not THOROUGH, reason="starts many processes; make thorough runs it")
+SCRIPT = Path(__file__).with_name("survivor.py")
+
+
+def oracle(num_steps: int) -> list[float]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(num_steps):
+        x, y = batch_of(step, 0, 1)
+        assert len(x) == ROWS
+        loss = loss_of(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def started(out: Path, plan: str, loop: str, num_steps: int, kills: list[str], retries: str) -> subprocess.Popen[str]:
+    launch = ["launch", "--nproc", "4", "--elastic", "2:4", "--retries", retries]
+    script = [str(SCRIPT), str(out), plan, loop, str(num_steps), *kills]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardwise", *launch, *script],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most_wrong: int) -> None:
+    assert job.returncode == 0, said
+    losses = oracle(num_steps)
+    found = [json.loads(path.read_text()) for path in out.glob("member-*.json")]
+    assert found, said
+    for one in found:
+        pairs = [(loss, losses[int(step)]) for step, loss in one["losses"].items()]
+        wrong = [pair for pair in pairs if abs(pair[0] - pair[1]) > 1e-6 * pair[1]]
+        assert len(wrong) <= most_wrong, (wrong, said)
+        assert max(map(int, one["losses"])) == num_steps - 1
+        assert one["state"] == found[0]["state"]
+    assert not list(Path("/dev/shm").glob(f"shardwise-*{job.pid}*"))
+
+
+@one_in(4)
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize(
+    ("plan", "loop", "kills"),
+    [
+        ("zero3", "engine", ["0:3:backward", "2:6:9"]),
+        ("zero1", "plain", ["0:3:step", "1:3:step"]),
+        ("zero2", "train_step", ["3:0:forward", "0:5:4"]),
+        ('{"preset": "hpz", "mesh": {"node": 2, "local": 2}}', "plain", ["1:4:backward", "2:5:forward"]),
+        ("ddp", "engine", ["0:2:step", "1:4:2"]),
+    ],
+)
+def test_two_ranks_are_killed(plan: str, loop: str, kills: list[str], tmp_path: Path) -> None:
+    job = started(tmp_path, plan, loop, 10, kills, retries="0:10")
+    said, _ = job.communicate(timeout=300)
+    check(said, job, tmp_path, 10, most_wrong=2)
+
+
+@pytest.mark.timeout(7200)
+def test_ranks_are_killed_at_random_and_come_back(tmp_path: Path) -> None:
+    num_kills = 100 if os.environ.get("THOROUGH") == "all" else drawn(1, 3)
+    draw = random.Random(0)
+    job = started(tmp_path, "zero3", "engine", 10**6, [], retries="1000:100000")
+    dead: set[Path] = set()
+    until = time.monotonic() + 100 + 60 * num_kills
+    while len(dead) < num_kills and time.monotonic() < until and job.poll() is None:
+        living = [path for path in tmp_path.glob("pid-*") if path not in dead and path.read_text()]
+        if len(living) >= 3:
+            victim = draw.choice(living)
+            dead.add(victim)
+            os.kill(int(victim.read_text()), signal.SIGKILL)
+        time.sleep(draw.uniform(0.0, 1.0))
+    (tmp_path / "enough").touch()
+    said, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, said
+    assert len(dead) == num_kills, said
+    steps = max(int(step) for path in tmp_path.glob("member-*.json") for step in json.loads(path.read_text())["losses"])
+    check(said, job, tmp_path, steps + 1, most_wrong=num_kills)
+
+
+TRAIN = Path(__file__).parents[2] / "examples" / "stdlib_gpt" / "train.py"
+SMALL = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--set", "precision=fp32"]
+
+
+def losses_of(out: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (out / "record.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
+
+
+@pytest.mark.timeout(600)
+def test_the_main_job_loses_a_rank_lets_one_in_and_has_the_losses_of_one_that_did_not(tmp_path: Path) -> None:
+    """Loaders, a scheduler, checkpoints, validation and a record, as in any script, which knows nothing of it."""
+    launch = [sys.executable, "-m", "shardwise", "launch", "--nproc", "3"]
+    script = [str(TRAIN), *SMALL, "--steps", "240", "--save-every", "20"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    job = subprocess.Popen(
+        [*launch, "--elastic", "1:3", "--log-dir", str(tmp_path / "logs"), *script, "--out", str(killed)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while job.poll() is None and not ((killed / "record.jsonl").exists() and len(losses_of(killed)) > 40):
+        time.sleep(0.1)
+    first = next(
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and is_rank(entry, str(killed), rank=0)
+    )
+    os.kill(first, signal.SIGKILL)
+    said, _ = job.communicate(timeout=300)
+    assert job.returncode == 0, said
+    assert "2 ranks go on after step" in said, said
+    assert "3 ranks go on after step" in said, said
+    subprocess.run([*launch, *script, "--out", str(whole)], env=environment, check=True, capture_output=True)
+    losses, wanted = losses_of(killed), losses_of(whole)
+    assert losses.keys() == wanted.keys() == set(range(1, 241))
+    wrong = [step for step, loss in losses.items() if abs(loss - wanted[step]) > 1e-6 * wanted[step]]
+    assert len(wrong) <= 1, wrong  # a rank that dies while it tells its loss is not in the mean of it
+
+
+def is_rank(process: Path, out: str, rank: int) -> bool:
+    """Whether a folder of /proc is of this rank of the job that writes to `out`."""
+    try:
+        words = (process / "cmdline").read_bytes().decode().split("\0")
+        settings = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return "shardwise.launch.worker" in words and out in words and f"RANK={rank}" in settings

@@ -1,0 +1,97 @@
+"""From what became of processes to a verdict in the letter and in the record of the run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+from shardwise.comm.generation import RECORD_PATH
+from shardwise.data import Loader, Mixture
+from shardwise.data_ranks import HANDED_OUT, DataRanks
+from shardwise.elastic.blame import Judge
+from shardwise.launch.elastic.blaming import Blaming
+from shardwise.launch.elastic.letters import Change, letter
+from shardwise.launch.outcome import Outcome
+from shardwise.launch.worker import _record
+from shardwise.monitor import read_record
+from shardwise.monitor.record import RunRecord
+
+
+def outcome(rank: int, exit_code: int, summary: str = "", **more: Any) -> Outcome:
+    return Outcome(rank, exit_code, None, summary=summary, recorded=bool(summary), **{"time": 0.0, **more})
+
+
+def test_a_verdict_stands_in_the_letter_and_in_the_record(tmp_path: Path) -> None:
+    record = RunRecord.start(tmp_path / "record.jsonl", plan={}, world_size=4)
+    (tmp_path / RECORD_PATH).write_text(str(tmp_path / "record.jsonl"))
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\noom 0\noom_kill 0\n")
+    blaming = Blaming(Judge(), tmp_path, events)
+    assert blaming.conclude(4, 7) is None
+
+    events.write_text("low 0\noom 1\noom_kill 1\n")
+    blaming.note(outcome(2, -signal.SIGKILL), 2, 7)
+    blaming.note(outcome(0, 1, "shardwise.errors.FaultError: Rank 2 is gone", time=1.0), 0, 7)
+    first = blaming.conclude(4, 7)
+    assert first is not None
+    assert "ran out of memory" in first.evidence
+    blaming.note(outcome(1, 1, "ValueError: nan\nin two lines", batch="it had samples 4, 5 of source"), 1, 8)
+    blaming.conclude(3, 8)
+    blaming.note(outcome(0, 1, "ValueError: nan", batch="it had samples 4, 5 of source"), 0, 8)
+    second = blaming.conclude(2, 8)
+    assert second is not None
+    assert (second.sort, second.action) == ("data", "stop")
+    blaming.note(outcome(3, -signal.SIGKILL), 3, 9, "kept the others waiting for more than 3 s")
+    record.write("step", step=9, loss=1.0)
+
+    lines = read_record(tmp_path / "record.jsonl").lines
+    assert [(line["kind"], line["step"], line.get("sort")) for line in lines] == [
+        ("fault", 7, "node"),
+        ("fault", 8, "node"),
+        ("fault", 8, "data"),
+        ("step", 9, None),
+    ]
+    third = blaming.conclude(2, 9)
+    assert third is not None
+    assert (third.sort, third.action) == ("network", "retry")
+    text = letter(Change((), {}, 0, 0, 2, 9, 0.1, 0, "0 of 3"), second)
+    assert "Blame: data: Rank 0 raised ValueError: nan, as rank 1 had at the same step" in text
+    assert "It had samples 4, 5 of source." in text
+    record.close()
+
+
+def test_what_all_raise_is_told_at_the_end() -> None:
+    blaming = Blaming(Judge(), None)
+    blaming.note(outcome(0, 1, "KeyError: 'labels'"), 0, 3)
+    verdict = blaming.conclude_all([outcome(rank, 1, "KeyError: 'labels'") for rank in range(2)], 3)
+    assert verdict is not None
+    assert (verdict.sort, verdict.ranks) == ("code", (0, 1))
+
+
+class Engine:
+    data_ranks = (1, 3)
+    num_steps = num_void = 0
+
+    def weigh(self, samples: int, of: float) -> None: ...
+
+    def follow(self, reader: object) -> None: ...
+
+    def begin_to_read(self) -> None: ...
+
+
+def test_an_exception_is_recorded_with_the_samples(tmp_path: Path) -> None:
+    engine = Engine()
+    sources = Mixture({"a": range(5), "b": range(5)})
+    with Loader(sources, batch_rows=8, steps=3, world=DataRanks.of(engine.data_ranks, engine)) as loader:
+        for _ in loader:
+            if loader.step == 2:
+                break
+        rows = loader.draw(1)
+        assert HANDED_OUT.text().endswith("rows 3 to 5 of the batch of step 1")
+        _record(str(tmp_path / "error.json"), ValueError("nan"), "")
+    batch = json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["batch"]
+    assert batch.startswith("it had samples ")
+    named = [int(number) for number in "".join(c if c.isdigit() else " " for c in batch.partition(", rows")[0]).split()]
+    assert sorted(named) == sorted(rows.index[3:6].tolist())

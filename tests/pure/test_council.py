@@ -1,0 +1,272 @@
+"""Who goes on is decided from what members say and who dies, in whatever order that comes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shardwise.cli.main import main
+from shardwise.comm.members import News, Said
+from shardwise.errors import ConfigError
+from shardwise.launch.elastic.budget import Budget
+from shardwise.launch.elastic.council import SILENT_SECONDS, STOPPED_SECONDS, Council
+from shardwise.launch.elastic.letters import Change, letter
+from shardwise.launch.elastic.people import Loss
+from shardwise.launch.job import Elastic
+
+
+class Job:
+    """Members as they behave: they follow the news, each when its turn comes, unless they are dead."""
+
+    def __init__(self, num_ranks: int, least: int, most: int, *, can_grow: bool = False) -> None:
+        self.now = 0.0
+        self.stopped: set[int] = set()
+        self.council = Council(least, most, can_grow=lambda: can_grow, is_stopped=self.stopped.__contains__)
+        self.news: list[News] = []
+        self.num_read = dict.fromkeys(range(num_ranks), 0)
+        self.alive = set(range(num_ranks))
+        self.entered: dict[int, tuple[int, ...]] = {}
+        self.away: set[int] = set()
+        for number in range(num_ranks):
+            self.council.started(number)
+
+    def start(self, number: int) -> None:
+        self.council.started(number)
+        self.alive.add(number)
+        self.num_read[number] = len(self.news)
+        self.say(number, "here")
+
+    def say(self, number: int, kind: str, generation: int = -1, text: str = "", blames: tuple[int, ...] = ()) -> None:
+        said = Said(kind, number, generation, 7, text, blames, pid=number)  # type: ignore[arg-type]
+        self.council.hear(said, self.now)
+        self.collect()
+
+    def kill(self, number: int) -> None:
+        self.alive.discard(number)
+        self.council.died(number, "was killed by SIGKILL", self.now)
+        self.collect()
+
+    def collect(self) -> None:
+        self.news += self.council.news
+        self.council.news.clear()
+        for number, _ in self.council.kills:
+            if number in self.alive:
+                self.alive.discard(number)
+                self.council.died(number, "was voted out", self.now)
+                self.council.kills.clear()
+                self.collect()
+                return
+        self.council.kills.clear()
+
+    def turn(self, number: int) -> bool:
+        """Let a member read one letter and answer; whether there was one."""
+        if number not in self.alive - self.stopped or self.num_read[number] >= len(self.news):
+            return False
+        news = self.news[self.num_read[number]]
+        self.num_read[number] += 1
+        if news.kind == "entering" and number in news.members:
+            self.say(number, "heard", news.generation, "entering")
+            self.say(number, "opened", news.generation)
+        if news.kind == "formed" and number in self.council.members:
+            self.entered[number] = next(one.members for one in self.news if one.generation == news.generation)
+        if news.kind == "over" and number in self.council.members:
+            self.say(number, "heard", news.generation, "over")
+            self.say(number, "ready", news.generation)
+        if news.kind == "out" and number in news.members:
+            self.away.add(number)
+        return True
+
+    def settle(self, order: random.Random | None = None) -> None:
+        """Until everybody has read everything."""
+        moved = True
+        while moved:
+            numbers = sorted(self.alive)
+            if order is not None:
+                order.shuffle(numbers)
+            moved = sum(self.turn(number) for number in numbers) > 0
+
+    def begin(self) -> None:
+        for number in sorted(self.alive):
+            self.say(number, "here")
+        self.settle()
+
+
+def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
+    job = Job(4, 2, 4)
+    job.begin()
+    assert job.council.state == "formed"
+    assert job.council.members == (0, 1, 2, 3)
+    job.kill(1)
+    assert job.news[-1].kind == "over"
+    assert job.news[-1].members == (1,)
+    assert "Rank 1 of 4 is gone: it was killed by SIGKILL." in job.news[-1].text
+    job.settle()
+    assert job.council.members == (0, 2, 3)
+    job.start(4)
+    assert job.news[-1].kind == "wanted"
+    for number in (0, 2):
+        job.say(number, "ready", job.council.generation)
+    assert job.council.members == (0, 2, 3)  # not before all are at the boundary
+    job.say(3, "ready", job.council.generation)
+    job.settle()
+    assert job.council.members == job.entered[4] == (0, 2, 3, 4)
+    assert next(one for one in job.news if one.members == (0, 2, 3, 4)).before == (0, 2, 3)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_all_who_live_enter_the_same_generation_whoever_dies_whenever(seed: int) -> None:
+    """Deaths between any two letters: what the living have entered last is one list, and it has nobody dead."""
+    order = random.Random(seed)
+    job = Job(6, 1, 6)
+    job.begin()
+    for _ in range(order.randint(1, 5)):
+        for _ in range(order.randint(0, 12)):
+            job.turn(order.choice(sorted(job.alive)))
+        job.kill(order.choice(sorted(job.alive)))
+    job.settle(order)
+    assert job.council.state == "formed"
+    assert {job.entered[number] for number in job.alive} == {tuple(sorted(job.alive))}
+    for formed in (one for one in job.news if one.kind == "formed"):
+        over = [n for n, one in enumerate(job.news) if one.kind == "over" and one.generation == formed.generation]
+        assert not over or job.news.index(formed) < over[0]
+
+
+def test_a_stopped_member_is_voted_out_and_turned_away_when_it_comes_back() -> None:
+    job = Job(3, 2, 3)
+    job.begin()
+    job.stopped.add(2)
+    job.say(0, "ready", 0, "Timeout of 3 s", blames=(2,))
+    job.settle()
+    assert job.council.members == (0, 1)
+    job.say(2, "ready", 0)
+    assert job.news[-1].kind == "out"
+    assert "held this rank for dead" in job.news[-1].text
+
+
+def test_one_that_stops_while_the_others_meet_is_given_up_soon_and_one_that_computes_is_not() -> None:
+    job = Job(4, 1, 4)
+    job.begin()
+    job.stopped.add(3)
+    job.kill(0)
+    job.settle()
+    job.now = STOPPED_SECONDS * 1.5
+    job.council.tick(job.now)
+    job.collect()
+    job.settle()
+    assert job.council.members == (1, 2)
+    job.kill(1)
+    job.say(2, "heard", job.council.generation, "over")
+    job.now += 2 * SILENT_SECONDS
+    job.council.tick(job.now)
+    assert not job.council.kills  # its thread for news answers: the other one may be computing
+
+
+def test_fewer_than_the_least_wait_for_one_that_is_to_come_and_end_without() -> None:
+    for can_grow in (True, False):
+        job = Job(2, 2, 2, can_grow=can_grow)
+        job.begin()
+        job.kill(0)
+        job.settle()
+        assert job.council.state == ("gathering" if can_grow else "lost")
+        if can_grow:
+            job.start(2)
+            job.settle()
+            assert job.council.members == (1, 2)
+            assert job.council.state == "formed"
+
+
+def test_one_that_asks_to_leave_goes_at_a_boundary_and_one_that_raised_only_when_its_process_is_gone() -> None:
+    job = Job(4, 1, 4)
+    job.begin()
+    job.say(1, "leaving", 0)
+    assert job.news[-1].kind == "wanted"
+    for number in range(4):
+        job.say(number, "ready", 0)
+    job.settle()
+    assert job.away == {1}
+    assert job.council.members == (0, 2, 3)
+    assert not job.council.losses
+    job.say(2, "raised", 1, "ValueError: a bad batch")
+    job.alive.discard(2)
+    job.settle()
+    assert job.council.members == (0, 2, 3)  # what outlives it may still be written to
+    job.kill(2)
+    job.settle()
+    assert job.council.members == (0, 3)
+
+
+def test_generations_that_cannot_be_opened_are_tried_a_few_times() -> None:
+    job = Job(2, 1, 2)
+    for number in range(2):
+        job.say(number, "here")
+    for _ in range(20):
+        job.say(0, "ready", job.council.generation, "no route to host")
+        job.say(1, "ready", job.council.generation)
+    assert job.council.state == "lost"
+    assert "though none of them died" in job.council.why_lost
+
+
+def test_the_end_of_the_script_lets_nobody_in_and_needs_nobody() -> None:
+    job = Job(3, 2, 4)
+    job.begin()
+    job.say(0, "done", 0)
+    job.council.finished(0, job.now)
+    assert (job.news[-1].kind, job.news[-1].members) == ("bye", (0,))
+    job.start(3)
+    assert "wanted" not in [news.kind for news in job.news]
+    job.say(1, "done", 0)
+    job.kill(1)  # after it was through
+    assert job.council.state == "formed"
+
+
+def test_replacements_are_paid_from_a_budget_by_time_and_pause_where_one_dies_after_the_other() -> None:
+    budget = Budget(3, 100)
+    assert budget.ask(0, 1000.0) == 1000
+    assert budget.ask(0, 1005.0) == 1005
+    assert budget.ask(0, 1010.0) == 1012
+    assert budget.ask(1, 1010.0) is None
+    assert budget.ask(1, 1200.0) == 1200
+
+
+@pytest.mark.parametrize(
+    ("limits", "nproc", "words"),
+    [
+        (Elastic(0, 2), 1, "--elastic MIN is 0"),
+        (Elastic(3, 2), 3, "--elastic 3:2 allows for no number of ranks"),
+        (Elastic(2, 4), 5, "--nproc 5 is not within --elastic 2:4"),
+        (Elastic(2, 4, retries=-1), 4, "--retries is -1"),
+    ],
+)
+def test_limits_that_no_job_can_keep_are_refused(limits: Elastic, nproc: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        limits.check(nproc)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--elastic", "2"], "give the fewest and the most ranks, such as 2:8"),
+        (["--retries", "3"], "--retries is of elastic jobs"),
+        (["--elastic", "1:2", "--retries", "often"], "give a number, and perhaps seconds"),
+        (["--elastic", "1:2", "--where", "mpi"], "--elastic works for the ranks of this host"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *options, __file__]) != 0
+    assert words in capsys.readouterr().err
+
+
+def test_one_letter_says_who_died_of_what_and_who_goes_on() -> None:
+    losses = (Loss(3, 3, "was killed by SIGKILL", 0, 1.0), Loss(1, 1, "was killed by SIGKILL", 0, 1.1))
+    words = {3: "rank 3 computes", 1: ""}
+    change = Change(losses, words, 0, 0, 2, step=120, seconds=0.05, num_starting=1, budget="2 of 3 within 600 s")
+    assert letter(change) == (
+        "ranks 1, 3 were killed by SIGKILL. Last said: rank 3 computes. 2 ranks go on after step 120, 0.05 s later. "
+        "A process starts in the place of the dead (retries: 2 of 3 within 600 s)."
+    )
+    assert letter(Change((), {}, 1, 1, 1, 7, 0.0, 0, "")) == (
+        "1 rank left, as asked. 1 rank came. 1 rank goes on after step 7."
+    )

@@ -1,0 +1,240 @@
+"""Ranks that are lost: the others go on with the very step, and end where the unsharded model does."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import World
+from shardwise.elastic.survival import Survival
+from shardwise.sharded_model import ShardedModel
+from tests.ranks.threads_that_die import Killed, run_mortals
+from tests.thorough import drawn, one_in
+
+Tensor = torch.Tensor
+ROWS, NUM_STEPS, NUM_RANKS = 12, 6, 4
+PLANS: dict[str, dict[str, Any]] = {
+    **{name: {"preset": name} for name in ("ddp", "zero1", "zero2", "zero3", "zero3-kept")},
+    **{name: {"preset": name, "mesh": {"node": 2, "local": 2}} for name in ("hsdp", "hpz")},
+}
+Plant = Callable[["sw.Engine", int], None]
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Two tied layers, a frozen one, a norm, and a buffer that counts forwards."""
+
+    def __init__(self, *, frozen: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.b.weight = self.a.weight
+        self.c, self.norm, self.d = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)
+        self.c.weight.requires_grad_(not frozen)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            assert isinstance(self.count, Tensor)
+            self.count += 1
+        result: Tensor = self.d(self.norm(torch.relu(self.c(torch.tanh(self.b(torch.tanh(self.a(x))))))))
+        return result
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(ROWS, 16, generator=generator), torch.randn(ROWS, 8, generator=generator))
+        for _ in range(NUM_STEPS)
+    ]
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return ((output.float() - target) ** 2).mean()
+
+
+class DiesAt:
+    """A rank dies where it would send something for the so manieth time, whatever that is, in whichever world."""
+
+    def __init__(self, deaths: dict[int, int]) -> None:
+        self.deaths = deaths
+
+    def __call__(self, engine: sw.Engine, member: int) -> None:
+        if member not in self.deaths:
+            return
+        left = [self.deaths[member]]
+
+        def watch(world: World) -> None:
+            enter = world.journal.enter
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                left[0] -= 1
+                if left[0] <= 0:
+                    raise Killed
+                return enter(*args, **kwargs)
+
+            world.journal.enter = counted  # type: ignore[method-assign]
+
+        take_over = engine.take_over
+
+        def and_watch(world: World, sharded: Any) -> None:
+            take_over(world, sharded)
+            watch(world)
+
+        watch(engine.world)
+        engine.take_over = and_watch  # type: ignore[method-assign]
+
+
+def trained_alone(
+    model: nn.Module, make: Make, *, clip: float | None, scheduled: bool
+) -> tuple[list[float], nn.Module]:
+    plain = copy.deepcopy(model)
+    optimizer = make(plain)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if scheduled else None
+    losses = []
+    for x, y in batches():
+        loss = loss_of(plain(x), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses, plain
+
+
+def race(
+    plan: dict[str, Any],
+    plant: Plant,
+    folder: Path,
+    *,
+    loop: str = "engine",
+    model: nn.Module | None = None,
+    make: Make = adamw,
+    shares_memory: bool = True,
+    bound: float = 2e-6,
+) -> dict[int, int]:
+    """Train on threads of which some die; returns how many iterations were void, by those who live."""
+    model = Net() if model is None else model
+    clip, scheduled = plan.get("clip_grad_norm"), loop == "plain"
+    losses, plain = trained_alone(model, make, clip=clip, scheduled=scheduled)
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> tuple[dict[int, float], dict[str, Tensor], int, int]:
+        own = models[member]
+        optimizer = make(own)
+        engine = sw.shard(own, plan, optimizer=optimizer, world=world)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if scheduled else None
+        plant(engine, member)
+        found: dict[int, float] = {}
+        while engine.num_steps < NUM_STEPS:
+            step = engine.num_steps
+            x, y = (whole.tensor_split(engine.data_ranks[1])[engine.data_ranks[0]] for whole in batches()[step])
+            engine.weigh(len(x), ROWS)
+            if loop == "train_step":
+                loss = engine.train_step(x, y, loss_fn=loss_of)
+            elif loop == "engine":
+                loss = loss_of(own(x), y)
+                engine.backward(loss)
+                engine.step()
+            else:
+                loss = loss_of(own(x), y)
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+                optimizer.step()
+                assert scheduler is not None
+                scheduler.step()
+            if engine.num_steps > step:
+                found[step] = engine.mean(loss.item())
+        state = engine.state_dict()
+        result = found, state, engine.num_void, engine.world.size
+        engine.close()
+        return result
+
+    results = run_mortals(NUM_RANKS, work, folder, shares_memory=shares_memory)
+    for found, state, _, size in results.values():
+        assert size == len(results)
+        assert sorted(found) == list(range(NUM_STEPS))
+        wrong = [step for step in found if abs(found[step] - losses[step]) > bound * abs(losses[step])]
+        assert len(wrong) <= NUM_RANKS - size, "only the loss that a rank took with it may be missing from a mean"
+        for name, whole in plain.state_dict().items():
+            value = whole * plan.get("accumulate", 1) if name == "count" else whole
+            assert (state[name].float() - value).abs().max() <= bound * max(1.0, value.abs().max()), name
+    assert not list(folder.iterdir()), "images of a job that has ended"
+    return {member: result[2] for member, result in results.items()}
+
+
+CASES = [
+    (name, loop, shares) for name in PLANS for loop in ("engine", "plain", "train_step") for shares in (True, False)
+]
+
+
+@one_in(21)
+@pytest.mark.parametrize(("name", "loop", "shares_memory"), CASES)
+def test_a_rank_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_path: Path) -> None:
+    for seed in range(drawn(1, 2)):
+        draw = random.Random(f"{name} {loop} {shares_memory} {seed}")
+        deaths = {draw.randrange(NUM_RANKS): draw.randrange(3, 60)}
+        if draw.random() < 0.4:
+            deaths[draw.choice([one for one in range(NUM_RANKS) if one not in deaths])] = draw.randrange(3, 60)
+        race(PLANS[name], DiesAt(deaths), tmp_path, loop=loop, shares_memory=shares_memory)
+
+
+def test_clipping_accumulation_and_micro_batches(tmp_path: Path) -> None:
+    plan = {"preset": "zero2", "accumulate": 2, "clip_grad_norm": 0.1}
+    race(plan, DiesAt({0: 30, 3: 45}), tmp_path, loop="train_step")
+
+
+@one_in(2)
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_a_torn_update_is_gone_back_from(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update is done on a rank, and nobody knows."""
+    after_step = ShardedModel.after_step
+
+    def or_die(self: ShardedModel, member: torch.optim.Optimizer) -> None:
+        if self.world.rank == 1 and self.world.size == NUM_RANKS and self.progress.num_steps == 3:
+            raise Killed
+        after_step(self, member)
+
+    monkeypatch.setattr(ShardedModel, "after_step", or_die)
+    void = race(PLANS[name], lambda engine, member: None, tmp_path)
+    assert set(void.values()) == {1}
+
+
+@one_in(4)
+@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("name", ["zero3", "zero1"])
+def test_what_was_not_copied_yet_is_found_elsewhere(
+    name: str, shares_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank dies while its shadow is a step behind: its live region has the states, others see its parameters."""
+    follow, before_change = Survival.follow, Survival.before_change
+    behind: dict[int, int] = {}
+
+    def but_not_all(self: Survival, step: int) -> None:
+        if "rank2" in self._name:
+            behind[id(self)] = step
+        else:
+            follow(self, step)
+
+    def at_the_last_moment(self: Survival) -> None:
+        if id(self) in behind:
+            follow(self, behind.pop(id(self)))
+        before_change(self)
+
+    monkeypatch.setattr(Survival, "follow", but_not_all)
+    monkeypatch.setattr(Survival, "before_change", at_the_last_moment)
+    race(PLANS[name], DiesAt({2: 45}), tmp_path, shares_memory=shares_memory)
