@@ -12,11 +12,13 @@ NAMES = [
     "transformers.models.bart.modeling_bart",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "lightning.pytorch",
     "shardwise.data",
     "shardwise.engine",
+    "shardwise.integrations.lightning",
     "shardwise.integrations.transformers",
 ]
 if importlib.util.find_spec("trl") is not None:
-    NAMES += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"]
+    NAMES += ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"]
 for name in NAMES:
     importlib.import_module(name)

@@ -34,6 +34,18 @@ def test_a_loop_with_everything_in_it(tmp_path: Path) -> None:
         assert load_file(tmp_path / plan / "weights" / "model.safetensors").keys() == expected["state"].keys()
 
 
+def test_a_loop_over_a_cut_model(tmp_path: Path) -> None:
+    """Ranks along tp are given the same batches, schedulers count batches, and metrics have each sample once."""
+    plain = begin(2, jobs.looped, None, str(tmp_path / "plain"))
+    plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}}
+    ours, expected = on_ranks(4, jobs.looped, plan, str(tmp_path / "ours"))[0], plain()[0]
+    for name in ("losses", "again", "norms", "evaluated", "rate"):
+        assert ours[name] == pytest.approx(expected[name], abs=1e-5), name
+    assert ours["state"].keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(torch.tensor(ours["state"][name]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+
+
 def test_a_state_is_loaded_by_another_world(tmp_path: Path) -> None:
     run = on_ranks(2, jobs.looped, "zero2", str(tmp_path))[0]
     alone = on_ranks(1, jobs.continued, "zero3", str(tmp_path))[0]
@@ -129,7 +141,7 @@ def test_a_file_of_settings_is_a_plan(name: str, tmp_path: Path) -> None:
 def test_what_a_file_says_besides_is_listed(tmp_path: Path) -> None:
     values = {
         "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {"zero_stage": 3, "deepspeed_config_file": "ds.json", "gradient_clipping": 1.0},
+        "deepspeed_config": {"zero_stage": 3, "gradient_clipping": 1.0, "transformer_moe_cls_names": "A"},
         "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"},
         "fp8_config": {"backend": "TE"},
         "something_new": 3,
@@ -139,12 +151,24 @@ def test_what_a_file_says_besides_is_listed(tmp_path: Path) -> None:
     assert found.plan == {"preset": "zero3"}
     listed = [line.partition(":")[0] for line in found.not_understood]
     assert set(listed) == {
-        "deepspeed_config_file",
+        "transformer_moe_cls_names",
         "gradient_clipping",
         "fsdp_config.fsdp_sharding_strategy",
         "fp8_config",
         "something_new",
     }
+
+
+def test_a_deepspeed_config_that_a_file_names_is_the_plan(tmp_path: Path) -> None:
+    inner = {"deepspeed_config_file": "ds.json", "zero3_init_flag": True, "zero_stage": 3}
+    values = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": inner}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    found = read_accelerate_config(tmp_path / "config.yaml")
+    assert (found.plan, found.nproc, found.names_deepspeed_config) == ({}, 2, True)
+    assert found.environment == {
+        "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json",
+    }  # fmt: skip
+    assert found.not_understood == ["zero_stage: 3 (the DeepSpeed config ds.json counts)"]
 
 
 @pytest.mark.parametrize(

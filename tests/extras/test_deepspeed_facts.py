@@ -82,3 +82,53 @@ def test_schedules_have_the_rates_of_deepspeed(name: str, options: dict[str, Any
             schedule.step()
         found.append(torch.tensor(rates, dtype=torch.float64))
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-15)
+
+
+GATES: list[dict[str, Any]] = [
+    {"k": 1, "use_rts": False},
+    {"k": 1, "capacity_factor": 0.6, "noisy_gate_policy": "RSample"},
+    {"k": 1, "capacity_factor": 0.5, "min_capacity": 2, "noisy_gate_policy": "Jitter"},
+    {"k": 1, "drop_tokens": False},
+    {"k": 2, "capacity_factor": 0.6},
+    {"k": 2, "capacity_factor": 0.6, "top2_2nd_expert_sampling": False, "eval_capacity_factor": 2.0},
+    {"k": 2, "drop_tokens": False},
+    {"k": 3, "capacity_factor": 0.5, "min_capacity": 1},
+    {"k": 3, "drop_tokens": False},
+]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("settings", GATES)
+def test_a_layer_of_experts_is_theirs(settings: dict[str, Any], is_training: bool) -> None:
+    """Output, loss, counts and gradients of the layer, with the same weights and the same draws of random numbers."""
+    from deepspeed.moe.layer import MoE as Theirs
+
+    from shardwise.integrations.deepspeed.moe import MoE as Ours
+
+    hidden, num_experts = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(2)), 4
+    layers = []
+    for kind in (Theirs, Ours):
+        torch.manual_seed(0)
+        expert = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 6))
+        layers.append(kind(6, expert, num_experts=num_experts, use_residual=True, **settings).train(is_training))
+    theirs, ours = layers
+    draw = torch.Generator().manual_seed(3)
+    stacked = dict(ours.deepspeed_moe.experts.named_parameters())
+    with torch.no_grad():
+        for number, expert in enumerate(theirs.deepspeed_moe.experts.deepspeed_experts):
+            for name, param in expert.named_parameters():
+                param.add_(torch.randn(param.shape, generator=draw))
+                stacked[name.replace(".", "_")][number] = param
+    told = []
+    for layer in layers:
+        given = hidden.clone().requires_grad_()
+        torch.manual_seed(5)
+        out, l_aux, counts = layer(given)
+        (out.square().mean() + l_aux).backward()
+        told.append((out, l_aux, counts.long(), given.grad, layer.deepspeed_moe.gate.wg.weight.grad))
+    for own, expected in zip(told[1], told[0], strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+    for number, expert in enumerate(theirs.deepspeed_moe.experts.deepspeed_experts):
+        for name, param in expert.named_parameters():
+            found = stacked[name.replace(".", "_")].grad[number]
+            torch.testing.assert_close(found, torch.zeros_like(param) if param.grad is None else param.grad)

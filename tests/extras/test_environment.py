@@ -10,7 +10,7 @@ import pytest
 import torch
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-LIBRARIES = ["accelerate", "diffusers", "lightning", "peft", "timm", "torchvision", "transformers", "trl"]
+LIBRARIES = ["accelerate", "diffusers", "lightning", "peft", "ray", "timm", "torchvision", "transformers", "trl"]
 
 
 def test_torch_is_the_one_that_the_other_tests_have() -> None:

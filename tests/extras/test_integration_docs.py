@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import lightning_jobs
 import pytest
 import torch
 import trainer_jobs as jobs
@@ -18,7 +19,7 @@ from transformers import Seq2SeqTrainingArguments
 pytestmark = pytest.mark.timeout(300)
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("transformers.md", "accelerate.md")
+PAGES = ("transformers.md", "accelerate.md", "lightning.md")
 BLOCKS = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -42,6 +43,10 @@ def given(page: str) -> dict[str, Any]:
         loader = torch.utils.data.DataLoader(torch.arange(64.0).sin().reshape(16, 4), 2)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         return {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
+    if page == "lightning.md":
+        quiet = {**lightning_jobs.QUIET, "enable_checkpointing": False}
+        loader = torch.utils.data.DataLoader(lightning_jobs.Rows(16), batch_size=2)
+        return {"module": lightning_jobs.Module(), "loader": loader, "quiet": quiet, "pl": lightning_jobs.pl}
     settings = {**jobs.DEFAULTS, "max_steps": 2}
     args = Seq2SeqTrainingArguments(tempfile.mkdtemp(), **settings)
     return {"model": jobs.llama(), "args": args, "dataset": jobs.rows(16), "tests": jobs.rows(4)}
@@ -53,6 +58,8 @@ def run(page: str, text: str, folder: str) -> bool:
     names = given(page)
     exec(compile(text, page, "exec"), names)
     trainer = names.get("trainer")
+    if page == "lightning.md":
+        return trainer.strategy.plan.preset in ("zero3", "zero2")
     return trainer is None or trainer.engine is not None
 
 

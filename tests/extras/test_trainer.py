@@ -42,6 +42,36 @@ def test_a_run_is_that_of_ddp_and_of_one_process() -> None:
         assert_same(run, plain)
 
 
+SPLITS: list[tuple[str, int, int, dict[str, Any]]] = [
+    # model, ranks, ranks of Trainer's own DDP, plan
+    ("llama", 4, 2, {"preset": "zero3", "mesh": {"dp": -1, "tp": 2}}),
+    ("mixtral", 2, 2, {"preset": "zero2", "mesh": {"ep": 2}}),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "peers", "plan"), SPLITS)
+def test_a_split_model_is_trained_as_a_whole_one(model: str, ranks: int, peers: int, plan: dict[str, Any]) -> None:
+    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "max_steps": 6, "eval_strategy": "steps"}
+    settings |= {"eval_steps": 3, "lr_scheduler_type": "cosine"}
+    plain = begin(peers, jobs.race, [None], model, **settings)
+    ours = on_ranks(ranks, jobs.race, [plan], model, **settings)[0]
+    assert_same(ours[0], plain()[0][0])
+    assert len(ours[0]["evaluations"]) == 2
+
+
+def test_a_cut_model_is_saved_whole_and_resumed_uncut(tmp_path: Path) -> None:
+    folder, rest = str(tmp_path), {"load_best_model_at_end": False, "save_strategy": "no"}
+    cut = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
+    whole = on_ranks(2, jobs.saved, cut, "llama", folder)[0]
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    for name, value in final.state_dict().items():
+        torch.testing.assert_close(value, torch.tensor(whole["state"][name]), rtol=0, atol=0)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    uncut = on_ranks(1, jobs.resumed, "zero3", "llama", folder, checkpoint, **rest)[0]
+    assert uncut["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+    assert uncut["norms"] == pytest.approx(whole["norms"], abs=1e-5)
+
+
 def test_callbacks_and_the_users_optimizer() -> None:
     plain, ours = on_ranks(2, jobs.with_callbacks, None)[0], on_ranks(2, jobs.with_callbacks, {"preset": "zero2"})[0]
     assert_same(ours, plain)
@@ -130,7 +160,8 @@ REFUSED = {
     "layerwise": ({"optim": "lomo"}, "zero3", "optim=lomo updates parameters inside of the backward"),
     "accumulation": ({}, {"preset": "zero3", "accumulate": 4}, "accumulate 4 .* says 1"),
     "clipping": ({}, {"preset": "zero3", "clip_grad_norm": 0.5}, "clip_grad_norm 0.5 .* says 1.0"),
-    "axes": ({}, {"preset": "zero3", "mesh": {"dp": 1, "tp": 2}}, "mesh has tp, and Trainer"),
+    "axes": ({}, {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}}, "mesh has sp, and Trainer"),
+    "order": ({}, {"preset": "zero3", "mesh": {"tp": 2, "dp": 1}}, "say the size of tp, and put it last"),
     "precision": ({"bf16": True}, {"preset": "zero3", "precision": "fp16"}, "precision fp16, and .* asked for bf16"),
     "compiler": (
         {"torch_compile_backend": "aot_eager"},

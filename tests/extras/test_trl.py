@@ -21,3 +21,22 @@ def test_a_run_is_that_of_ddp(name: str) -> None:
         assert ours[figure] == pytest.approx(expected[figure], abs=1e-5), figure
     for parameter, value in expected["state"].items():
         torch.testing.assert_close(torch.tensor(ours["state"][parameter]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+
+
+def test_completions_are_generated_and_rewarded_as_under_ddp() -> None:
+    plain = begin(2, jobs.rewarded, None)
+    ours = on_ranks(2, jobs.rewarded, "zero3")
+    by_units = on_ranks(2, jobs.rewarded, "zero3", ds3_gather_for_generation=False)
+    expected = plain()
+    for runs in (ours, by_units):
+        for rank, run in enumerate(runs):
+            assert run["generated"] == expected[rank]["generated"]
+    assert by_units[0]["losses"] == pytest.approx(ours[0]["losses"], abs=1e-6)
+    assert len({str(run["generated"]) for run in ours}) == 2
+    assert len(ours[0]["losses"]) == 6
+    for figure in ("losses", "norms", "rates"):
+        assert ours[0][figure] == pytest.approx(expected[0][figure], abs=1e-5), figure
+    for figure, values in expected[0]["logs"].items():
+        assert ours[0]["logs"][figure] == pytest.approx(values, abs=1e-5), figure
+    for parameter, value in expected[0]["state"].items():
+        torch.testing.assert_close(torch.tensor(ours[0]["state"][parameter]), torch.tensor(value), rtol=1e-4, atol=1e-5)

@@ -9,7 +9,15 @@ import torch
 import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 import transformers
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainingArguments,
+)
 
 import shardwise as sw
 
@@ -48,7 +56,17 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-MODELS = {"gpt2": gpt2, "llama": llama}
+def mixtral() -> nn.Module:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=VOCABULARY, max_position_embeddings=32, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        num_local_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral}
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "use_cpu": True, "report_to": [],
     "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no", "learning_rate": 3e-3, "max_steps": 12, "seed": 3,

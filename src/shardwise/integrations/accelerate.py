@@ -10,30 +10,30 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.accelerator import Accelerator as PlainAccelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError
-from shardwise.integrations.folders import STATE_FOLDER
+from shardwise.integrations.accelerate_saving import SavingAccelerator
+from shardwise.integrations.batches import DealingAccelerator, copies_of_a_batch
 from shardwise.integrations.plans import PlanLike, dtype_of, require_agreement, require_data_axes, settled, without
 from shardwise.integrations.preparing import (
-    engine_folder,
     generate_in_step,
     ids_of,
     refuse_engines,
     zero_apart,
     zero_together,
 )
+from shardwise.integrations.together import Together
+from shardwise.places import place_of
 
 
-class Accelerator(PlainAccelerator):
+class Accelerator(SavingAccelerator, DealingAccelerator):
     """Accelerate's `Accelerator` whose `prepare` shards models by `plan`: a preset's name, a file, a dict or a `Plan`.
 
     All ranks call `prepare`, `clip_grad_norm_`, `get_state_dict`, `save_state`, `load_state` and `free_memory`. A model
@@ -44,8 +44,6 @@ class Accelerator(PlainAccelerator):
     of other engines.
     """
 
-    _models: list[Any]
-    _optimizers: list[Any]
     default_plan: PlanLike = "zero3"
     """What counts where `plan` is not given."""
     num_made: ClassVar[int] = 0
@@ -55,6 +53,7 @@ class Accelerator(PlainAccelerator):
         loaded = sw.load_plan(self.default_plan if plan is None else plan)
         refuse_engines(kwargs)
         require_data_axes(loaded, "Accelerate")
+        self.copies_of_a_batch = copies_of_a_batch(loaded)
         super().__init__(*args, **kwargs)
         Accelerator.num_made += 1
         require_agreement(
@@ -72,6 +71,7 @@ class Accelerator(PlainAccelerator):
         self._compiler = self._taken_compiler()
         self._engines: dict[nn.Module, sw.Engine] = {}
         self._dtypes: dict[nn.Module, str | None] = {}
+        self._together = Together(self._engines)
         self._pending: list[nn.Module] = []
         self._own_world: sw.World | None = None
         self.scaler = None  # the engine has a loss scale of its own, in agreement of all ranks
@@ -93,7 +93,7 @@ class Accelerator(PlainAccelerator):
     def world(self) -> sw.World:
         """The ranks, met when this is first asked for. Raises `ConfigError` if accelerate sees others."""
         if self._own_world is None:
-            launched = int(os.environ.get("WORLD_SIZE", "1"))
+            launched = place_of(os.environ).size
             if self.num_processes != launched:
                 raise ConfigError(
                     f"{launched} ranks were launched, but Accelerate sees {self.num_processes}: without an accelerator "
@@ -152,6 +152,10 @@ class Accelerator(PlainAccelerator):
 
         prepared.optimizer.register_step_post_hook(note)
 
+    def _plan_of(self, model: nn.Module) -> sw.Plan:
+        """What `model` is sharded by."""
+        return self.plan
+
     def _shard(self, models: Iterable[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
         candidates = [*self._pending, *(model for model in models if model not in self._pending)]
         for model in candidates:
@@ -166,18 +170,29 @@ class Accelerator(PlainAccelerator):
                         f"optimizer of its own, or make one module of them before prepare()."
                     )
             self._dtypes[model] = dtype_of(model)
-            plan = settled(self.plan, model, self.mixed_precision, self._compiler, "Accelerate")
+            plan = settled(self._plan_of(model), model, self.mixed_precision, self._compiler, "Accelerate")
             if plan.precision == "fp16" and self._engines:
                 raise ConfigError("In fp16 every engine has a loss scale of its own. Take bf16 for several models.")
             device = None if self.device.type == "cpu" else self.device
+            self._together.leave()
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
             zero_together(model, self._engines[model])
+            if self.reads_alone:
+                model.register_forward_pre_hook(self._together.leave_before_training, prepend=True)
             if self.num_processes > 1:
                 generate_in_step(model)
             if model in self._pending:
                 self._pending.remove(model)
 
     # -- a step -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """See accelerate. Ranks meet here before each step, in case one of them saves."""
+        if self.sync_gradients and self.num_processes > 1:
+            self._together.meet()
+        with super().accumulate(*models):
+            yield
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -229,65 +244,12 @@ class Accelerator(PlainAccelerator):
         with super().join_uneven_inputs(joinables, even_batches):
             yield
 
-    # -- state ------------------------------------------------------------------------------------------
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """The whole state dict of a prepared model, on the CPU of rank 0; `{}` on the others. All ranks call."""
-        engine = self._engines.get(model)
-        return super().get_state_dict(model, unwrap) if engine is None else engine.state_dict(rank_0_only=True)
-
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """See accelerate. Models and optimizers go into `shardwise/` below, which any number of ranks can load."""
-        with self._plain_rest():
-            hook = self.register_save_state_pre_hook(self._save_engines)
-            try:
-                return super().save_state(output_dir, safe_serialization, **kwargs)
-            finally:
-                hook.remove()
-
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """See accelerate. Raises `ConfigError` for a folder that was written without an engine."""
-        if self._engines and input_dir is not None:
-            folder = Path(input_dir).expanduser()
-            if folder.is_dir() and not (folder / STATE_FOLDER).is_dir():
-                raise ConfigError(
-                    f"{folder} was saved without an engine: it has no {STATE_FOLDER}/. Load its weights into the model "
-                    f"before prepare(), and its optimizer by optimizer.load_state_dict()."
-                )
-        with self._plain_rest():
-            hook = self.register_load_state_pre_hook(self._load_engines)
-            try:
-                super().load_state(input_dir, load_kwargs, **kwargs)
-            finally:
-                hook.remove()
-
-    @contextmanager
-    def _plain_rest(self) -> Iterator[None]:
-        """Inside, accelerate knows of what has no engine only."""
-        models, optimizers = self._models, self._optimizers
-        sharded = {id(param) for model in self._engines for param in model.parameters()}
-        self._models = [model for model in models if model not in self._engines]
-        self._optimizers = [one for one in optimizers if not sharded & ids_of(one)]
-        try:
-            yield
-        finally:
-            self._models, self._optimizers = models, optimizers
-
-    def _save_engines(self, _models: object, _weights: object, folder: str) -> None:
-        for number, engine in enumerate(self._engines.values()):
-            engine.save(engine_folder(folder, number))
-
-    def _load_engines(self, _models: object, folder: str) -> None:
-        for number, engine in enumerate(self._engines.values()):
-            if engine.resume(engine_folder(folder, number)) is None:
-                raise StateError(f"{folder} has no checkpoint of model {number}; was it saved with fewer models?")
-
     # -- the end ----------------------------------------------------------------------------------------
 
     def release(self, *keep: nn.Module) -> None:
         """Close the engines of all models but `keep`. All ranks call. A model's parameters are no longer whole then."""
+        if not self.keeps_engines and self.num_processes > 1:
+            self._together.meet()
         for model in [model for model in self._engines if model not in keep]:
             zero_apart(model)
             self._engines.pop(model).close()

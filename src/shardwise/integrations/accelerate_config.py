@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from shardwise.config.formats import SourceError
+from shardwise.config.yaml_text import read_plainly
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed.config import read_config
 
@@ -41,14 +43,16 @@ class AccelerateConfig:
     nproc: int | None = None
     port: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    names_deepspeed_config: bool = False
+    """Whether the environment has a DeepSpeed config, for `--as-deepspeed`, and there is no plan."""
     not_understood: list[str] = field(default_factory=list)
 
 
 def read_accelerate_config(path: Path) -> AccelerateConfig:
     """Raises `ConfigError` for a file that is none, and for a job on several hosts."""
     try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = read_plainly(path.read_text())
+    except (OSError, UnicodeDecodeError, SourceError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a file of `accelerate config`: {error}") from error
     if not isinstance(values, dict) or "distributed_type" not in values:
         raise ConfigError(f"{path} has no distributed_type, so it is no file of `accelerate config`.")
@@ -133,6 +137,14 @@ def _take_units(found: AccelerateConfig, key: str, value: Any, rule: Callable[[s
 
 def _take_deepspeed(found: AccelerateConfig, values: Mapping[str, Any]) -> None:
     """What is DeepSpeed's own is read as a config of DeepSpeed is; Accelerate takes stage 2 where none is said."""
+    file = values.get("deepspeed_config_file")
+    if file not in _OFF:
+        found.names_deepspeed_config = True
+        found.plan = {}
+        found.environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+        rest = set(values) - _NEEDLESS - {"deepspeed_config_file"}
+        found.not_understood += [f"{key}: {values[key]} (the DeepSpeed config {file} counts)" for key in sorted(rest)]
+        return
     zero: dict[str, Any] = {"stage": 2, "stage3_param_persistence_threshold": 0}
     for key, value in values.items():
         if key == "zero_stage":

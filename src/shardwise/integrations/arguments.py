@@ -8,11 +8,14 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.integrations.batches import copies_of_a_batch
+from shardwise.integrations.hf_deepspeed import ASKED
 from shardwise.integrations.plans import require_data_axes
 
 _REFUSED = {
     "deepspeed": "DeepSpeed is another engine for what the plan does. Leave deepspeed out; the plan's preset zero1, "
-    "zero2, zero3, zero3-offload or infinity is what its stages are.",
+    "zero2, zero3, zero3-offload or infinity is what its stages are. Or give the DeepSpeed config alone: shardwise "
+    "launch --as-deepspeed train.py --deepspeed ds.json.",
     "fsdp": "FSDP is another engine for what the plan does. Leave fsdp and fsdp_config out; full_shard is zero3, "
     "shard_grad_op zero3-kept, hybrid_shard hsdp.",
     "parallelism_config": "A ParallelismConfig makes a device mesh of torch's own. Leave it out; the plan's mesh is in "
@@ -23,6 +26,8 @@ _REFUSED = {
     "precision in the plan.",
     "fp16_full_eval": "fp16_full_eval casts the model, whose parameters lie where the plan says. Set fp16=True, or "
     "precision in the plan.",
+    "use_vllm": "use_vllm reads weights on rank 0 alone, and they lie on all ranks. Leave it out: weights are gathered "
+    "once for each round of generation.",
     "save_on_each_node": "save_on_each_node writes on several hosts, and rank 0 writes here. Take a folder that all "
     "hosts see.",
     "torch_compile_mode": "torch_compile_mode is for whole models, and a plan compiles its units one by one. Leave it "
@@ -34,8 +39,14 @@ _LAYERWISE = ("layerwise", "lomo")
 def refuse_arguments(args: Any, plan: sw.Plan, model: nn.Module | None) -> None:
     """Raise `ConfigError` for `TrainingArguments` and models that belong to another engine, and for such plans."""
     require_data_axes(plan, "Trainer")
+    if copies_of_a_batch(plan) > 1 and (hasattr(args, "num_generations") or args.eval_use_gather_object):
+        raise ConfigError(
+            "The plan's mesh has tp, and trainers that generate, as eval_use_gather_object does, number samples by "
+            "ranks. Take a mesh of data axes (dp, node, local)."
+        )
     for name, why in _REFUSED.items():
-        if getattr(args, name, None):
+        is_taken = name == "deepspeed" and hasattr(args, ASKED)
+        if getattr(args, name, None) and not is_taken:
             raise ConfigError(why)
     optim = str(getattr(args.optim, "value", args.optim))
     if any(mark in optim for mark in _LAYERWISE):

@@ -12,16 +12,27 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 
 PlanLike = sw.Plan | str | Path | dict[str, Any]
-MODEL_AXES = ("pp", "tp", "sp", "ep")
+_UNSHARED_AXES = ("pp", "sp")
 _SAME = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HALVES = {"bf16", "fp16"}
 
 
 def require_data_axes(plan: sw.Plan, library: str) -> None:
-    """Raise `ConfigError` for a plan some of whose ranks share in one batch, which the library's data loaders do not
-    know of."""
-    wanted = [axis for axis in MODEL_AXES if (plan.mesh or {}).get(axis, 1) != 1]
+    """Raise `ConfigError` for a plan some of whose ranks need other parts of one batch, or micro-batches, which the
+    library's loop does not know of."""
+    wanted = [axis for axis in _UNSHARED_AXES if (plan.mesh or {}).get(axis, 1) != 1]
+    if wanted:
+        raise ConfigError(
+            f"The plan's mesh has {' and '.join(wanted)}, and {library} gives every rank whole samples of its own. "
+            f"Take a mesh of data axes (dp, node, local), ep and tp here, or a loop with engine.train_step(batch)."
+        )
+
+
+def require_own_batches(plan: sw.Plan, library: str) -> None:
+    """Raise `ConfigError` for a plan with a model axis, where the library gives every rank a batch of its own and
+    nothing has been done about it."""
+    wanted = [axis for axis in ("pp", "tp", "sp", "ep") if (plan.mesh or {}).get(axis, 1) != 1]
     if wanted:
         raise ConfigError(
             f"The plan's mesh has {' and '.join(wanted)}, and {library} gives every rank a batch of its own. Take a "
@@ -35,6 +46,8 @@ def settled(plan: sw.Plan, model: nn.Module, mixed_precision: str, compiler: str
     `mixed_precision` is `no`, `bf16` or `fp16`. A model that was loaded in bf16 is computed in bf16.
     """
     overrides = []
+    if mixed_precision == "no" and "precision" not in plan.model_fields_set:
+        plan = _each_in_its_own(plan, model)
     said = plan.precision if "precision" in plan.model_fields_set else None
     if mixed_precision not in _SAME:
         raise ConfigError(f"mixed_precision is {mixed_precision!r}, which no plan has. Take bf16, fp16 or no.")
@@ -52,6 +65,21 @@ def settled(plan: sw.Plan, model: nn.Module, mixed_precision: str, compiler: str
             )
         overrides.append(f"compile={compiler}")
     return sw.load_plan(plan, overrides)
+
+
+def _each_in_its_own(plan: sw.Plan, model: nn.Module) -> sw.Plan:
+    """`plan`, by which frozen parameters in bf16 or fp16 stay so beside others in fp32: a base and its adapters."""
+    if dtype_of(model) is not None:
+        return plan
+    names: dict[str, list[str]] = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad and param.dtype in _NAMES:
+            names.setdefault(_NAMES[param.dtype], []).append(name)
+    if not names:
+        return plan
+    rules = {f"frozen in {dtype}": {"params": found, "precision": dtype} for dtype, found in names.items()}
+    kept = {name: getattr(plan, name) for name in plan.model_fields_set}
+    return sw.load_plan({**kept, "rules": {**(plan.rules or {}), **rules}})
 
 
 def dtype_of(model: nn.Module) -> str | None:

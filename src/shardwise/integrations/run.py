@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from shardwise.errors import ShardwiseError
 from shardwise.integrations.scripts import run_script
 from shardwise.integrations.takeover import Takeover
+from shardwise.places import place_of
 
 USAGE = "usage: python -m shardwise.integrations.run --plan PLAN [-m] script [arguments]"
 
@@ -31,10 +32,11 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(2) from None
     takeover.install()
     run_script(command)
-    if not takeover.is_used and os.environ.get("RANK", "0") == "0":
+    if not takeover.is_used and not place_of(os.environ).rank:
         print(
-            f"shardwise: the script made no Trainer of transformers and no Accelerator, so {plan} was given to nobody. "
-            f"In a plain loop call engine = sw.shard(model, {plan!r}, optimizer=optimizer).",
+            f"shardwise: the script made no Trainer of transformers and no Accelerator, and no Trainer of Lightning, "
+            f"so {plan} was given to nobody. In a plain loop call "
+            f"engine = sw.shard(model, {plan!r}, optimizer=optimizer).",
             file=sys.stderr,
         )
 

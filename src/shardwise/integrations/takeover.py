@@ -1,9 +1,9 @@
 """Trainer and Accelerator of an unmodified script are replaced by ours, as their modules are imported.
 
-[Note: when a class is replaced] A finder in front of `sys.meta_path` sees the import of `accelerate.accelerator` and
-`transformers.trainer`, and puts a subclass in the place of the class right after the module has run: before anybody
-can have taken the class out of it. So `from transformers import Trainer`, `Seq2SeqTrainer`, trainers of TRL, and
-classes that the script derives from any of them all stand on ours.
+[Note: when a class is replaced] A finder in front of `sys.meta_path` sees the import of `accelerate.accelerator`,
+`transformers.trainer` and Lightning's `trainer.trainer`, and puts a subclass in the place of the class right after the
+module has run: before anybody can have taken the class out of it. So `from transformers import Trainer`,
+`Seq2SeqTrainer`, trainers of TRL, and classes that the script derives from any of them all stand on ours.
 They must not have `ShardwiseTrainerMixin` in front a second time.
 """
 
@@ -23,16 +23,28 @@ import shardwise as sw
 from shardwise.errors import StateError
 
 ACCELERATE, TRANSFORMERS = "accelerate.accelerator", "transformers.trainer"
-OURS = "shardwise.integrations.accelerate"
+ARGUMENTS = "transformers.training_args"
+LIGHTNING, PYTORCH_LIGHTNING = "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"
 
 
 class Takeover(importlib.abc.MetaPathFinder):
     """Once installed, gives `plan` to every Trainer and Accelerator of this process that is given none."""
 
-    def __init__(self, plan: str | Path | dict[str, Any]) -> None:
-        """Raises `ConfigError` for a plan that is none, before any script runs."""
+    def __init__(self, plan: str | Path | dict[str, Any], *, as_deepspeed: bool = False) -> None:
+        """`as_deepspeed`: a DeepSpeed config that the script gives, or `accelerate launch` would, goes before `plan`.
+
+        Raises `ConfigError` for a plan that is none, before any script runs.
+        """
         self.plan = sw.load_plan(plan)
-        self._changes = {ACCELERATE: self._change_accelerate, TRANSFORMERS: self._change_transformers}
+        self._is_deepspeed = as_deepspeed
+        self._changes = {
+            ACCELERATE: self._change_accelerate,
+            TRANSFORMERS: self._change_transformers,
+            LIGHTNING: self._change_lightning,
+            PYTORCH_LIGHTNING: self._change_pytorch_lightning,
+        }
+        if as_deepspeed:
+            self._changes[ARGUMENTS] = _change_arguments
 
     def install(self) -> None:
         """From now on; raises `StateError` where one of the modules is there already."""
@@ -44,8 +56,11 @@ class Takeover(importlib.abc.MetaPathFinder):
     @property
     def is_used(self) -> bool:
         """Whether any Trainer or Accelerator has been made."""
-        ours = sys.modules.get(OURS)
-        return ours is not None and ours.Accelerator.num_made > 0
+        accelerate = sys.modules.get("shardwise.integrations.accelerate")
+        lightning = sys.modules.get("shardwise.integrations.lightning_parts")
+        return (accelerate is not None and accelerate.Accelerator.num_made > 0) or (
+            lightning is not None and lightning.StrategyMixin.num_made > 0
+        )
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         change = self._changes.get(name)
@@ -64,13 +79,41 @@ class Takeover(importlib.abc.MetaPathFinder):
         if not torch.accelerator.is_available():
             os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else it takes every process for one that is alone
         Accelerator.default_plan = self.plan
-        module.Accelerator = Accelerator
+        Accelerator.reads_alone = True
+        if self._is_deepspeed:
+            from shardwise.integrations.accelerate_deepspeed import DeepSpeedAccelerator
+
+            module.Accelerator = DeepSpeedAccelerator
+        else:
+            module.Accelerator = Accelerator
 
     def _change_transformers(self, module: Any) -> None:
         from shardwise.integrations.transformers import ShardwiseTrainerMixin, Trainer
 
         ShardwiseTrainerMixin.default_plan = self.plan
         module.Trainer = Trainer
+
+    def _change_lightning(self, module: Any) -> None:
+        from shardwise.integrations.lightning import ShardwiseStrategy
+
+        self._take_lightning_trainer(module, ShardwiseStrategy)
+
+    def _change_pytorch_lightning(self, module: Any) -> None:
+        from shardwise.integrations.pytorch_lightning import ShardwiseStrategy
+
+        self._take_lightning_trainer(module, ShardwiseStrategy)
+
+    def _take_lightning_trainer(self, module: Any, strategy_class: Any) -> None:
+        from shardwise.integrations.lightning_parts import trainer_over
+
+        strategy_class.default_plan = self.plan
+        module.Trainer = trainer_over(module.Trainer, strategy_class)
+
+
+def _change_arguments(module: Any) -> None:
+    from shardwise.integrations.hf_deepspeed import take_over_arguments
+
+    take_over_arguments(module.TrainingArguments)
 
 
 class _Afterwards(importlib.abc.Loader):

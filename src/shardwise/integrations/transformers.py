@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import transformers.trainer
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.arguments import refuse_arguments
 from shardwise.integrations.folders import STATE_FOLDER, beside
+from shardwise.integrations.hf_deepspeed import ASKED, Sections
 from shardwise.integrations.plans import PlanLike, require_agreement, without
 
 _Base: Any = object
@@ -36,12 +38,17 @@ class ShardwiseTrainerMixin(_Base):
     """
 
     optimizer: Any
+    lr_scheduler: Any
+    _sections: Sections | None
     default_plan: PlanLike = "zero3"
     """What counts where `shardwise` is not given."""
 
     def __init__(self, *args: Any, shardwise: PlanLike | None = None, **kwargs: Any) -> None:
         self.plan = sw.load_plan(self.default_plan if shardwise is None else shardwise)
+        self._sections = None
+        self._is_planned = shardwise is not None
         super().__init__(*args, **kwargs)
+        self._refuse_two_optimizers()
 
     @property
     def engine(self) -> sw.Engine | None:
@@ -52,6 +59,8 @@ class ShardwiseTrainerMixin(_Base):
     # -- the accelerator --------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
+        if hasattr(self.args, ASKED):
+            self._take_deepspeed_config()
         refuse_arguments(self.args, self.plan, self.model)
         require_agreement(
             self.plan, "accumulate", self.plan.accumulate, self.args.gradient_accumulation_steps,
@@ -70,6 +79,37 @@ class ShardwiseTrainerMixin(_Base):
             self.gather_function = functools.partial(
                 self.gather_function, use_gather_object=self.args.eval_use_gather_object
             )
+
+    def _take_deepspeed_config(self) -> None:
+        """`TrainingArguments(deepspeed=...)` under `shardwise launch --as-deepspeed`: the config is the plan."""
+        if self._is_planned:
+            raise ConfigError("There are two plans: deepspeed= of TrainingArguments, and shardwise=. Keep one of them.")
+        self._sections = Sections(self.args)
+        reading = self._sections.reading(self.model)
+        self.plan = without(sw.load_plan(reading.plan), "accumulate", "clip_grad_norm")
+        if self.args.process_index == 0 and (report := reading.report()):
+            print(f"shardwise: of the DeepSpeed config\n{report}")
+
+    def _refuse_two_optimizers(self) -> None:
+        if self._sections is not None and self._sections.has("optimizer") and self.optimizer is not None:
+            raise ConfigError("There are two optimizers, the DeepSpeed config's and optimizers=. Keep one of them.")
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        if self._sections is not None and self._sections.has("optimizer") and self.optimizer is None:
+            self.optimizer = self._sections.optimizer(self.model)
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self._sections is not None and self._sections.has("scheduler") and self.lr_scheduler is None:
+            over = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = self._sections.scheduler(over, self.model, num_training_steps)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def get_tp_size(self) -> int:
+        """Ranks that are given the same batch, by which Trainer counts tokens and samples."""
+        copies: int = self.accelerator.copies_of_a_batch
+        return copies
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         self._accelerator_arguments = super()._build_accelerator_args(**kwargs)
@@ -104,6 +144,13 @@ class ShardwiseTrainerMixin(_Base):
             self.create_optimizer()
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         return super().evaluation_loop(*args, **kwargs)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's trainers that generate call this. Weights are gathered once, unless `ds3_gather_for_generation` is
+        false, where each token gathers them unit by unit."""
+        is_gathered = self.engine is not None and getattr(self.args, "ds3_gather_for_generation", True)
+        with self.engine.inference() if is_gathered and self.engine is not None else nullcontext():
+            return super()._generate_single_turn(*args, **kwargs)
 
     # -- saving -----------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ DeepSpeed itself is not needed. What a config becomes is in `config.py`, field b
 docs/deepspeed.md has both sides beside each other.
 """
 
-from shardwise.integrations.deepspeed import pipe, zero
+from shardwise.integrations.deepspeed import moe, pipe, zero
 from shardwise.integrations.deepspeed import schedules as lr_schedules
 from shardwise.integrations.deepspeed import tensors as utils
 from shardwise.integrations.deepspeed.config import Note, Reading, load_config, read_config
@@ -25,6 +25,7 @@ __all__ = [
     "initialize",
     "load_config",
     "lr_schedules",
+    "moe",
     "pipe",
     "read_config",
     "utils",

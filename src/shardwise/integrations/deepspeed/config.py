@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.elastic.batches import Elasticity, elastic_batch
 from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed.fields import (
     ELSEWHERE_SECTIONS,
@@ -375,8 +376,34 @@ def _set_mesh(plan: dict[str, Any], values: _Values, split: _Split) -> None:
         plan["mesh"] = {**outer, **data, **inner}
 
 
+def _elastic_batches(values: _Values, replicas: int) -> tuple[int, int]:
+    """The same where the batch is one that many numbers of ranks can share."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = [name for name in names if values.count(name) is not None]
+    if given and not values.flag("elasticity.ignore_non_elastic_batch_info"):
+        raise ConfigError(
+            f"elasticity says what the batch is, and so does {' and '.join(given)}. Leave that out, or say "
+            f"elasticity: {{ignore_non_elastic_batch_info: true}}."
+        )
+    sizes = values.get("elasticity.micro_batch_sizes")
+    if not isinstance(sizes, list) or not all(type(size) is int for size in sizes):
+        raise ConfigError(f"elasticity.micro_batch_sizes is {sizes!r}; it has to be a list of whole numbers.")
+    counts = {
+        name: values.count(f"elasticity.{name}") or 1
+        for name in ("max_train_batch_size", "min_gpus", "max_gpus", "num_gpus_per_node", "model_parallel_size")
+    }
+    larger = values.flag("elasticity.prefer_larger_batch")
+    version = float(values.number("elasticity.version"))
+    wish = Elasticity(micro_batch_sizes=tuple(sizes), version=version, prefer_larger_batch=larger, **counts)
+    shared = elastic_batch(wish, replicas)
+    micro = shared.micro_batch(replicas, wish.micro_batch_sizes, prefer_larger=larger)
+    return micro, shared.batch // (micro * replicas)
+
+
 def _batches(values: _Values, replicas: int) -> tuple[int, int]:
     """Samples of a micro-batch and micro-batches of a step: any two of DeepSpeed's three numbers say the third."""
+    if values.flag("elasticity.enabled"):
+        return _elastic_batches(values, replicas)
     whole = values.count("train_batch_size")
     micro = values.count("train_micro_batch_size_per_gpu")
     steps = values.count("gradient_accumulation_steps")

@@ -20,12 +20,20 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise.integrations.deepspeed as ours
 from shardwise.errors import ConfigError
-from shardwise.integrations.deepspeed import making, pipe, schedules, tensors, zero
+from shardwise.integrations.deepspeed import making, moe, pipe, schedules, tensors, zero
 from shardwise.integrations.deepspeed.config import Named
 
 VERSION = "0.19.8"
 """Of the DeepSpeed whose names these are."""
 logger = logging.getLogger("DeepSpeed")
+_OF_EXPERTS = (
+    "configure_moe_param_groups",
+    "has_moe_layers",
+    "is_moe_param",
+    "is_moe_param_group",
+    "split_params_into_different_moe_groups_for_optimizer",
+    "split_params_into_shared_and_expert_params",
+)
 
 
 def install() -> None:
@@ -75,7 +83,8 @@ def _modules() -> dict[str, dict[str, Any]]:
         "deepspeed.ops.lamb": {"FusedLamb": FusedLamb},
         "deepspeed.ops.lion": {"FusedLion": FusedLion, "DeepSpeedCPULion": FusedLion},
         "deepspeed.moe": {},
-        "deepspeed.moe.layer": {"MoE": Experts},
+        "deepspeed.moe.layer": {"MoE": moe.MoE},
+        "deepspeed.moe.utils": {name: getattr(moe, name) for name in _OF_EXPERTS},
         "deepspeed.runtime": {},
         "deepspeed.runtime.engine": {"DeepSpeedEngine": ours.DeepSpeedEngine},
         "deepspeed.runtime.lr_schedules": {**rates, "VALID_LR_SCHEDULES": list(schedules.SCHEDULES)},
@@ -118,16 +127,6 @@ class FusedLion:
 
     def __new__(cls, params: Any, lr: float = 1e-3, **options: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
         return making.make_optimizer(Named("Lion", {"lr": lr, **options}), list(params))
-
-
-class Experts:
-    """Not had: DeepSpeed's layer takes any module as an expert."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            "deepspeed.moe.layer.MoE is not had here. Use shardwise.experts.MoE(...) in the model and an axis `ep` in "
-            "the mesh (docs/experts.md)."
-        )
 
 
 class RepeatingLoader:

@@ -9,6 +9,7 @@ import torch
 
 from shardwise import Engine, Plan
 from shardwise.integrations.deepspeed.config import Reading
+from shardwise.places import place_of
 
 
 class Facts:
@@ -39,7 +40,7 @@ class Facts:
 
     @property
     def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return place_of(os.environ).local_rank
 
     @property
     def dp_world_size(self) -> int:

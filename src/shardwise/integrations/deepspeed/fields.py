@@ -245,6 +245,24 @@ _DATA_TYPES = {
     **_all(_REFUSED, "say rules: {...: {classes: [...], precision: fp32}} in a plan", keep_in_fp32_modules="auto"),
 }
 
+_ELASTICITY = {
+    **_all(
+        _HONOURED,
+        "",
+        enabled=False,
+        max_train_batch_size=2000,
+        micro_batch_sizes=[2, 4, 6],
+        min_gpus=1,
+        max_gpus=10000,
+        version=0.2,
+        prefer_larger_batch=True,
+        num_gpus_per_node=1,
+        model_parallel_size=1,
+        ignore_non_elastic_batch_info=False,
+    ),
+    **_all(_NOT_NEEDED, "ranks that live go on at once; `shardwise launch --elastic`", min_time=0),
+}
+
 _PARALLEL_WRITE = {"parallel_write.pipeline_stage": False}
 _SECTIONS = {
     "optimizer": _OPTIMIZER,
@@ -256,6 +274,7 @@ _SECTIONS = {
     "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
     "tensor_parallel": _TENSOR_PARALLEL,
     "data_types": _DATA_TYPES,
+    "elasticity": _ELASTICITY,
     "aio": _all(
         _NOT_NEEDED,
         "`shardwise bench disk` finds block size and depth",
@@ -318,7 +337,6 @@ REFUSED_SECTIONS = {
     "weight_quantization": "quantize after the training",
     "sparse_attention": "the model itself says how it attends",
     "eigenvalue": "it belongs to quantize_training",
-    "elasticity": "the global batch stays what the plan says at any world size",
     "activation_checkpointing": "say activations: recompute, or offload, in a plan of shardwise (docs/activations.md)",
 }
 """Sections that change what is computed or held, refused unless they say `enabled: false` or nothing at all."""

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
 from shardwise.errors import ConfigError, nearest
-from shardwise.integrations.deepspeed.config import Named, read_config
+from shardwise.integrations.deepspeed.config import Named, Reading, read_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler
+from shardwise.integrations.deepspeed.moe import expert_ranks_of
 from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
 from shardwise.integrations.deepspeed.schedules import make_schedule
 
@@ -66,9 +67,10 @@ def initialize(
     try:
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
         reading = read_config(source, world_size=joined.size, num_stages=stages)
+        plan = _with_experts(reading, expert_ranks_of(model))
         made = _optimizer(optimizer, reading.optimizer, model, model_parameters)
         schedule = _schedule(lr_scheduler, reading.scheduler, made)
-        inner = sw.shard(model, reading.plan, optimizer=made, world=joined)
+        inner = sw.shard(model, plan, optimizer=made, world=joined)
     except BaseException as error:
         if world is None:
             joined.close(error)
@@ -95,6 +97,18 @@ def init_distributed(dist_backend: str | None = None, **_unused: object) -> None
     """Meet the other ranks, if the script has not: torch's default process group. All ranks call."""
     if not dist.is_initialized():
         dist.init_process_group(dist_backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+
+
+def _with_experts(reading: Reading, ranks: int) -> dict[str, Any]:
+    """The plan with an axis `ep` of so many of the ranks that read different data."""
+    if ranks == 1:
+        return reading.plan
+    mesh: dict[str, int] = reading.plan.get("mesh", {"dp": -1})
+    if "local" in mesh:
+        raise ConfigError(f"An ep_size of {ranks} beside mics_shard_size or zero_hpz_partition_size is not had here.")
+    if reading.num_replicas % ranks:
+        raise ConfigError(f"{reading.num_replicas} data-parallel ranks do not divide by an ep_size of {ranks}.")
+    return {**reading.plan, "mesh": {**mesh, "ep": ranks}}
 
 
 def _config_of(args: argparse.Namespace | None, config: Config | None, config_params: Config | None) -> Config:

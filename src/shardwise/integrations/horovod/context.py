@@ -1,0 +1,185 @@
+"""`init` and what can be asked of the job, the same for every framework."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.integrations.horovod.current import PROCESS, current
+from shardwise.integrations.horovod.process_sets import ProcessSet, global_process_set, start_sets
+from shardwise.integrations.horovod.session import Session
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Meet the other ranks. All ranks call, once; what comes again is taken for said.
+
+    `process_sets` are `ProcessSet`s that are there from the start, the same on all ranks; `"dynamic"` is taken, and
+    not needed. `comm` may be a `shardwise.World`, which is used by the calling thread alone and stays open: with
+    `shardwise.testing.run_ranks` threads are ranks of Horovod. Raises `ConfigError` for parts of a job as `comm`.
+    """
+    if PROCESS.current is not None:
+        return
+    sets: Sequence[ProcessSet] = () if process_sets is None or process_sets == "dynamic" else list(process_sets)
+    if comm is not None and not isinstance(comm, sw.World):
+        raise ConfigError(
+            "init(comm=...) with ranks or an MPI communicator is not had here. Make process sets of the ranks instead: "
+            "hvd.init(process_sets=[hvd.ProcessSet([0, 1])])."
+        )
+    listed = [one.listed_ranks() for one in sets]
+    if comm is not None:
+        PROCESS.own.own = Session(comm, listed)
+    else:
+        world = PROCESS.world if PROCESS.world is not None else sw.World.join()
+        try:
+            PROCESS.session = Session(world, listed)
+        except BaseException as error:
+            world.close(error)
+            raise
+        if not PROCESS.is_registered:
+            atexit.register(shutdown)
+            PROCESS.is_registered = True
+    start_sets(sets)
+
+
+def shutdown() -> None:
+    """Leave. Other ranks that still wait for something from this one raise. `init` may be called again."""
+    own, PROCESS.own.own = PROCESS.own.own, None
+    if own is not None:
+        own.close()
+        return
+    session, PROCESS.session = PROCESS.session, None
+    if session is None:
+        return
+    is_broken = session.pending.over is not None
+    session.close()
+    PROCESS.world = None if is_broken else session.world  # ranks that have met need not meet again
+    if is_broken:
+        session.world.close()
+
+
+def is_initialized() -> bool:
+    return PROCESS.current is not None
+
+
+def rank() -> int:
+    return current().rank
+
+
+def size() -> int:
+    return current().size
+
+
+def local_rank() -> int:
+    """This rank's number on its host."""
+    return current().places.local_rank
+
+
+def local_size() -> int:
+    return current().places.local_size
+
+
+def cross_rank() -> int:
+    """This rank's host, counted among those that have a rank with this one's local rank."""
+    return current().places.cross_rank
+
+
+def cross_size() -> int:
+    return current().places.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have equally many ranks."""
+    return current().places.is_homogeneous
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI carries collectives, and may be called by several threads: never here."""
+    current()
+    return False
+
+
+def mpi_enabled() -> bool:
+    return False
+
+
+def mpi_built() -> bool:
+    return False
+
+
+def gloo_enabled() -> bool:
+    """True: between hosts, gloo carries what lies on the host."""
+    return True
+
+
+def gloo_built() -> bool:
+    return True
+
+
+def nccl_built() -> int:
+    """NCCL's version as Horovod numbers it, such as 22703; 0 without NCCL."""
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available()):
+        return 0
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return 10000 * version[0] + 100 * version[1] + version[2]
+
+
+def ddl_built() -> bool:
+    return False
+
+
+def ccl_built() -> bool:
+    return False
+
+
+def cuda_built() -> bool:
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    return torch.version.hip is not None
+
+
+def join(device: int = -1) -> int:
+    """This rank has no more data: until all have called, it contributes nothing to the others' all-reduces.
+
+    Blocks. The rank that was the last to call. Averages still divide by all ranks, as Horovod's do. Other collectives
+    of tensors, and Adasum, raise on the others meanwhile.
+    """
+    return current().join()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return once every rank of the set has called."""
+    current().barrier(process_set.number())
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a set of ranks; all ranks call, those outside of it too, with the same ranks."""
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    added.process_set_id = current().add_set(added.listed_ranks())
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a set; all ranks call. False if it is that of all ranks, or was not there."""
+    number = process_set.process_set_id
+    if number is None or number == 0 or number not in current().sets:
+        return False
+    current().remove_set(number)
+    process_set.process_set_id = None
+    return True
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """From now on rank 0 writes a trace, in the place of one that is being written. There are no cycles to mark."""
+    current().timeline.start(file_path)
+
+
+def stop_timeline() -> None:
+    """End the trace: the file is whole."""
+    current().timeline.stop()

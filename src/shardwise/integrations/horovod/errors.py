@@ -1,0 +1,20 @@
+"""What Horovod's calls raise."""
+
+from __future__ import annotations
+
+from shardwise.errors import CommError
+
+
+class HorovodInternalError(CommError):
+    """A collective that could not be carried out: ranks contradict each other, or one of them is gone.
+
+    Every rank that has issued it raises it, with the same text. A `RuntimeError`, as Horovod's.
+    """
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (Horovod's name)
+    """Ranks were added or removed. Nothing here raises it; loops written for Horovod may name or raise it."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("The ranks of this job were changed.")
+        self.skip_sync = skip_sync

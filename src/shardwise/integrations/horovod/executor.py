@@ -1,0 +1,205 @@
+"""The thread of each rank that carries out what the coordinator says, in its order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.errors import ShardwiseError
+from shardwise.integrations.horovod.coordinator import DONE
+from shardwise.integrations.horovod.errors import HorovodInternalError
+from shardwise.integrations.horovod.exchanges import Exchanges, rows_of_ranks, settle
+from shardwise.integrations.horovod.links import Link
+from shardwise.integrations.horovod.messages import Remembered, Response
+from shardwise.integrations.horovod.pending import Entry, Pending
+from shardwise.integrations.horovod.timeline import Timeline
+
+if TYPE_CHECKING:
+    import shardwise as sw
+
+Tensor = torch.Tensor
+
+
+class Executor:
+    """Starts at once, and ends when the link does. What then is still pending raises `HorovodInternalError`."""
+
+    def __init__(self, world: sw.World, exchanges: Exchanges, link: Link, pending: Pending, timeline: Timeline) -> None:
+        self._world = world
+        self._exchanges = exchanges
+        self._link = link
+        self._pending = pending
+        self._timeline = timeline
+        self._sets: dict[int, tuple[int, ...]] = {}
+        self._verbs: dict[str, Callable[[Response, list[Entry]], None]] = {
+            "allreduce": self._all_reduce,
+            "allgather": self._all_gather,
+            "broadcast": self._broadcast,
+            "alltoall": self._all_to_all,
+            "reducescatter": self._reduce_scatter,
+        }
+        self._thread = threading.Thread(target=self._run, name=f"horovod-{world.rank}", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        heard = Remembered(Response.from_text)
+        self._world.rank_device.enter()
+        why = "The thread that carries out Horovod's collectives broke down, which is a defect of shardwise."
+        try:
+            while messages := self._link.receive():
+                for message in messages:
+                    self._carry_out(heard.decode(message))
+            why = "Rank 0, which coordinates Horovod's collectives, is gone or has called shutdown()."
+        except (ShardwiseError, RuntimeError, OSError) as error:
+            why = str(error)
+        finally:
+            self._pending.end(HorovodInternalError(why))
+            self._link.close()
+
+    def _carry_out(self, response: Response) -> None:
+        if response.error:
+            for name in response.names:
+                entry = self._pending.take((response.process_set, name))
+                if entry is not None:
+                    entry.handle.fail(HorovodInternalError(response.error))
+            return
+        began = time.perf_counter()
+        verb = self._verbs.get(response.verb)
+        if verb is not None:
+            entries = self._entries(response)
+            for entry in entries:
+                if entry.ready is not None:
+                    entry.ready.wait()
+            self._stage(entries, response.process_set)
+            verb(response, entries)
+            for entry in entries:
+                self._land(entry)
+                entry.handle.finish(entry.result())
+        else:
+            self._other(response)
+        if response.acknowledges == self._world.rank:
+            self._link.send(DONE)
+        self._timeline.did(response.names, response.verb.upper(), began, time.perf_counter())
+
+    def _entries(self, response: Response) -> list[Entry]:
+        """What this rank has issued under these names; zeros where it has joined."""
+        found = []
+        start = 0
+        for name, count in zip(response.names, response.counts, strict=True):
+            entry = self._pending.take((response.process_set, name))
+            if entry is None:
+                dtypes, shapes = response.dtypes[start : start + count], response.shapes[start : start + count]
+                entry = _without_data(dtypes, shapes, response.op)
+            start += count
+            found.append(entry)
+        return found
+
+    def _stage(self, entries: list[Entry], number: int) -> None:
+        """On to the host, what cannot travel from where it is."""
+        for entry in entries:
+            entry.at_home = None
+            if not all(self._exchanges.can_stay(source, number) for source in entry.sources):
+                entry.at_home = entry.outs
+                entry.sources = [source.cpu() for source in entry.sources]
+                entry.outs = None if entry.outs is None else [out.cpu() for out in entry.outs]
+
+    def _land(self, entry: Entry) -> None:
+        assert entry.outs is not None
+        if entry.device is not None and entry.device.type != "cpu":
+            if entry.at_home is not None:
+                for home, out in zip(entry.at_home, entry.outs, strict=True):
+                    home.copy_(out)
+                entry.outs = entry.at_home
+            else:
+                entry.outs = [out.to(entry.device) for out in entry.outs]
+            settle(entry.outs[0])
+
+    # -- verbs ------------------------------------------------------------------------------------------
+
+    def _all_reduce(self, response: Response, entries: list[Entry]) -> None:
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for entry in entries:
+            if entry.outs is None:
+                entry.outs = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in entry.sources]
+            for out, source in zip(entry.outs, entry.sources, strict=True):
+                outs, sources = by_dtype.setdefault(source.dtype, ([], []))
+                outs.append(out)
+                sources.append(source)
+        scales = response.prescale, response.postscale
+        for outs, sources in by_dtype.values():
+            self._exchanges.all_reduce(outs, sources, response.process_set, response.op, scales, response.names[0])
+
+    def _all_gather(self, response: Response, entries: list[Entry]) -> None:
+        (entry,) = entries
+        entry.outs = [
+            source.new_empty(sum(counts), *source.shape[1:])
+            for source, counts in zip(entry.sources, response.rows, strict=True)
+        ]
+        self._exchanges.all_gather(entry.outs, entry.sources, response.process_set, response.rows, response.names[0])
+
+    def _broadcast(self, response: Response, entries: list[Entry]) -> None:
+        (entry,) = entries
+        entry.outs = [torch.empty_like(source) for source in entry.sources] if entry.outs is None else entry.outs
+        self._exchanges.broadcast(entry.outs, entry.sources, response.process_set, response.root, response.names[0])
+
+    def _all_to_all(self, response: Response, entries: list[Entry]) -> None:
+        (entry,) = entries
+        place = self._exchanges.ranks(response.process_set).index(self._world.rank)
+        received = [counts[place] for counts in response.rows]
+        source = entry.sources[0]
+        entry.outs = [source.new_empty(sum(received), *source.shape[1:])]
+        entry.extra = torch.tensor(received, dtype=torch.int32)
+        self._exchanges.all_to_all(entry.outs[0], source, response.process_set, response.rows, response.names[0])
+
+    def _reduce_scatter(self, response: Response, entries: list[Entry]) -> None:
+        (entry,) = entries
+        ranks = self._exchanges.ranks(response.process_set)
+        place = ranks.index(self._world.rank)
+        entry.outs = [
+            source.new_empty(rows_of_ranks(source.shape[0], len(ranks))[place], *source.shape[1:])
+            for source in entry.sources
+        ]
+        scales = response.prescale, response.postscale
+        self._exchanges.reduce_scatter(
+            entry.outs, entry.sources, response.process_set, response.op, scales, response.names[0]
+        )
+
+    def _other(self, response: Response) -> None:
+        """What moves no tensors."""
+        if response.verb == "add_set":
+            self._exchanges.add_set(response.number, response.ranks)
+        elif response.verb == "remove_set":
+            self._exchanges.remove_set(response.number)
+        for name in response.names:
+            entry = self._pending.take((response.process_set, name))
+            if entry is not None:
+                entry.handle.finish(response.number)
+
+
+def _without_data(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], op: str) -> Entry:
+    """What a rank that has joined gives."""
+    sources = []
+    for name, shape in zip(dtypes, shapes, strict=True):
+        dtype = getattr(torch, name)
+        sources.append(torch.full(shape, _neutral(op, dtype), dtype=dtype))
+    return Entry.of(sources, is_single=False)
+
+
+def _neutral(op: str, dtype: torch.dtype) -> float | int | bool:
+    """What changes nothing in a reduction: a rank without data contributes it."""
+    if op in ("Sum", "Average"):
+        return 0
+    if op == "Product":
+        return 1
+    if dtype == torch.bool:
+        return op == "Min"
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    if dtype.is_floating_point:
+        return float("inf") if op == "Min" else float("-inf")
+    return limits.max if op == "Min" else limits.min

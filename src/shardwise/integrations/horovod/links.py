@@ -1,0 +1,193 @@
+"""The sockets between the coordinator and the ranks: framed messages over TCP, for small texts that cannot wait."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from shardwise.errors import CommError
+from shardwise.job_token import Seal
+from shardwise.listening import listen_at
+
+_HEAD = 4
+_WORD_BYTES = 32
+_WORD_SECONDS = 5
+"""For which whoever comes may take all of the time of those after it."""
+_LONGEST_BYTES = 2**28
+LOOPBACK = "127.0.0.1"
+
+
+class Link:
+    """One end. `send` from any thread, `receive` from one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._sending = threading.Lock()
+        self._arrived = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: bytes) -> None:
+        """Raises `OSError` if the other end is gone."""
+        self.send_all([message])
+
+    def send_all(self, messages: Sequence[bytes]) -> None:
+        """Several at once."""
+        framed = b"".join(len(message).to_bytes(_HEAD, "little") + message for message in messages)
+        with self._sending:
+            self._socket.sendall(framed)
+
+    def receive(self) -> list[bytes]:
+        """At least one message; none if the other end has closed. Blocks."""
+        while True:
+            messages = self._whole()
+            if messages:
+                return messages
+            try:
+                more = self._socket.recv(2**16)
+            except OSError:
+                return []
+            if not more:
+                return []
+            self._arrived += more
+
+    def arrived(self) -> list[bytes] | None:
+        """What is whole after one read, which does not block once the socket is readable; `None` at the end."""
+        try:
+            more = self._socket.recv(2**16)
+        except OSError:
+            return None
+        self._arrived += more
+        return self._whole() if more else None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _whole(self) -> list[bytes]:
+        messages = []
+        while len(self._arrived) >= _HEAD:
+            end = _HEAD + int.from_bytes(self._arrived[:_HEAD], "little")
+            if end > _LONGEST_BYTES:
+                raise CommError("A message to or from the coordinator is longer than any can be.")
+            if len(self._arrived) < end:
+                break
+            messages.append(bytes(self._arrived[_HEAD:end]))
+            del self._arrived[:end]
+        return messages
+
+
+class Outbox:
+    """What is to be sent on a link, by a thread that sends together what has come meanwhile, or at once by `flush`.
+
+    To send releases the interpreter, and to get it back from busy threads takes long: so whoever puts does not send.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: list[bytes] = []
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._has_some = threading.Event()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="horovod-outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, make: Callable[[], bytes]) -> None:
+        """What `make` returns is sent in the order in which it was called."""
+        with self._lock:
+            self._waiting.append(make())
+        self._has_some.set()
+
+    def flush(self) -> None:
+        """Send what waits; where the link is gone the reader of it finds out."""
+        if not self._waiting:
+            return
+        with self._sending:
+            with self._lock:
+                messages, self._waiting = self._waiting, []
+            if messages:
+                with contextlib.suppress(OSError):
+                    self._link.send_all(messages)
+
+    def close(self) -> None:
+        """Send what waits, and end the thread."""
+        self.flush()
+        self._is_closed = True
+        self._has_some.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._has_some.wait()
+            self._has_some.clear()
+            self.flush()
+
+
+class Door:
+    """Where ranks come to the coordinator, and show by a word of the job's token that they are ranks of the job."""
+
+    def __init__(self, host: str) -> None:
+        """`host` is where others reach this one."""
+        self._listener = listen_at(host, 0)
+        self._name = secrets.token_hex(_WORD_BYTES)
+        self._word = Seal.of(os.environ).word(self._name)
+
+    @property
+    def address(self) -> str:
+        """The port, and what the word is about, as text for the other ranks."""
+        return f"{self._listener.getsockname()[1]} {self._name}"
+
+    def admit(self, size: int, seconds: float) -> dict[int, Link]:
+        """The link to every rank. Whoever does not know the word is sent away. Raises `CommError` after `seconds`."""
+        links: dict[int, Link] = {}
+        deadline = time.monotonic() + seconds
+        try:
+            while len(links) < size:
+                self._listener.settimeout(max(0.01, deadline - time.monotonic()))
+                connection, _ = self._listener.accept()
+                rank = self._read_rank(connection, time.monotonic() + _WORD_SECONDS)
+                if rank is None or not 0 <= rank < size or rank in links:
+                    connection.close()
+                    continue
+                connection.settimeout(None)
+                links[rank] = Link(connection)
+        except OSError as error:
+            missing = sorted(set(range(size)) - set(links))
+            raise CommError(f"Ranks {missing} did not come to Horovod's coordinator: {error}.") from error
+        finally:
+            self._listener.close()
+        return links
+
+    def _read_rank(self, connection: socket.socket, deadline: float) -> int | None:
+        said = b""
+        with contextlib.suppress(OSError):
+            while len(said) < _WORD_BYTES + 4:
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                more = connection.recv(_WORD_BYTES + 4 - len(said))
+                if not more or time.monotonic() > deadline:
+                    return None
+                said += more
+        is_known = len(said) == _WORD_BYTES + 4 and hmac.compare_digest(said[:_WORD_BYTES], self._word)
+        return int.from_bytes(said[_WORD_BYTES:], "little") if is_known else None
+
+
+def come_to(host: str, address: str, rank: int, seconds: float) -> Link:
+    """Connect this rank to the coordinator. Raises `CommError` if nobody is there."""
+    port, name = address.split()
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=seconds)
+        connection.sendall(Seal.of(os.environ).word(name) + rank.to_bytes(4, "little"))
+    except OSError as error:
+        raise CommError(f"Rank {rank} did not reach Horovod's coordinator at {host}:{port}: {error}.") from error
+    connection.settimeout(None)
+    return Link(connection)

@@ -1,0 +1,75 @@
+"""Sets of ranks with collectives of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.integrations.horovod.current import current
+
+
+class ProcessSet:
+    """Some ranks. Of use once `init` or `add_process_set` was given it; `process_set_id` is `None` before."""
+
+    def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
+        if not isinstance(ranks_or_comm, Sequence | range | set):
+            raise ConfigError("A ProcessSet is made of a list of ranks here, not of an MPI communicator.")
+        self._ranks = sorted({int(rank) for rank in ranks_or_comm})
+        self.process_set_id: int | None = None
+
+    @property
+    def ranks(self) -> list[int] | None:
+        return list(self._ranks)
+
+    def listed_ranks(self) -> list[int]:
+        return list(self._ranks)
+
+    def number(self) -> int:
+        """Raises `ValueError` for a set that is not there."""
+        if self.process_set_id is None:
+            raise ValueError(f"{self} has not been added: give it to hvd.init(process_sets=...) or add_process_set().")
+        return self.process_set_id
+
+    def included(self) -> bool:
+        """Whether this rank is in it."""
+        return current().rank in current().sets[self.number()]
+
+    def rank(self) -> int:
+        """This rank's place in it; -1 if it has none."""
+        return current().sets[self.number()].index(current().rank) if self.included() else -1
+
+    def size(self) -> int | None:
+        """How many ranks it has."""
+        return len(current().sets[self.number()])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessSet):
+            return NotImplemented
+        return self._ranks == other._ranks and self.process_set_id == other.process_set_id
+
+    def __hash__(self) -> int:
+        return hash((tuple(self._ranks), self.process_set_id))
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._ranks})"
+
+
+class _All(ProcessSet):
+    def __init__(self) -> None:
+        super().__init__([])
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int] | None:
+        return list(current().sets[0])
+
+
+def start_sets(process_sets: Sequence[ProcessSet]) -> None:
+    """Number the sets that `init` was given."""
+    for number, process_set in enumerate(process_sets, start=1):
+        process_set.process_set_id = number
+
+
+global_process_set = _All()
+"""All ranks."""

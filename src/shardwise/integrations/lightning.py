@@ -1,0 +1,19 @@
+"""Lightning's Trainer over our engine: `Trainer(strategy="shardwise_zero3")`, or `ShardwiseStrategy(plan)`.
+
+Importing this module registers the names: `shardwise`, and `shardwise_<preset>` for each preset.
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from shardwise.integrations.lightning_parts import StrategyMixin, names_and_plans
+
+
+class ShardwiseStrategy(StrategyMixin, DDPStrategy):
+    __doc__ = StrategyMixin.__doc__
+
+
+StrategyRegistry.register("shardwise", ShardwiseStrategy, "the engine of shardwise, by its default plan")
+for _name, _preset in names_and_plans().items():
+    StrategyRegistry.register(_name, ShardwiseStrategy, f"the engine of shardwise, by {_preset}", plan=_preset)

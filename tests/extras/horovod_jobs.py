@@ -1,0 +1,207 @@
+"""What ranks do in test_horovod_frameworks.py: one job for each framework, which comes back with plain values."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+GLOBAL_ROWS, STEPS = 8, 4
+X = np.random.default_rng(0).normal(size=(STEPS, GLOBAL_ROWS, 5)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
+LARGE = 300_000
+
+
+def plain_losses(rate: float = 0.1) -> tuple[list[float], np.ndarray]:
+    """Losses and weights of gradient descent on whole batches: the mean of (x w)**2."""
+    weights = torch.tensor(W, requires_grad=True)
+    losses = []
+    for x in X:
+        loss = (torch.tensor(x) @ weights).square().mean()
+        (grad,) = torch.autograd.grad(loss, weights)
+        weights = (weights - rate * grad).detach().requires_grad_()
+        losses.append(loss.item())
+    return losses, weights.detach().numpy()
+
+
+def own_rows(x: np.ndarray, hvd: Any) -> np.ndarray:
+    rows: np.ndarray = np.split(x, hvd.size())[hvd.rank()]
+    return rows
+
+
+def numpy_job() -> None:
+    import shardwise.integrations.horovod.numpy as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    for dtype in (np.float16, np.float32, np.float64, np.int32, np.int64, np.uint8, np.int8):
+        x = np.arange(6, dtype=dtype).reshape(2, 3) + dtype(rank)
+        assert np.array_equal(hvd.allreduce(x, op=hvd.Sum), sum(x - dtype(rank) + dtype(r) for r in range(size)))
+        assert np.array_equal(hvd.allreduce(x.T, op=hvd.Max), (x - dtype(rank) + dtype(size - 1)).T)
+        assert hvd.allgather(x[: rank + 1]).shape == (3, 3)
+        assert hvd.broadcast(x, 1).dtype == dtype
+    x = np.arange(4.0) + 10 * rank
+    got, counts = hvd.alltoall(x, [1, 3] if rank == 0 else [2, 2])
+    assert got.tolist() == ([0, 10, 11] if rank == 0 else [1, 2, 3, 12, 13])
+    assert counts.tolist() == ([1, 2] if rank == 0 else [3, 2])
+    assert hvd.reducescatter(x).tolist() == ([5, 6] if rank == 0 else [7, 8])
+    assert hvd.allreduce(np.array([True, False]) if rank else np.array([True, True]), op=hvd.Min).tolist() == [
+        True,
+        False,
+    ]
+    frozen = np.ones(3)
+    frozen.setflags(write=False)
+    assert [one.tolist() for one in hvd.grouped_allreduce([frozen, np.full(2, rank)], op=hvd.Sum)] == [[2] * 3, [1] * 2]
+    assert hvd.allreduce_(np.full(2, float(rank))).tolist() == [0.5, 0.5]
+    assert hvd.allgather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    hvd.shutdown()
+
+
+def jax_job() -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import shardwise.integrations.horovod.jax as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    tree = {"a": jnp.arange(3.0) + rank, "b": [jnp.ones((2, 2), jnp.bfloat16) * (rank + 1)]}
+    eager = hvd.allreduce(tree, op=hvd.Sum)
+    compiled = jax.jit(lambda tree: hvd.allreduce(tree, op=hvd.Sum))(tree)
+    for reduced in (eager, compiled):
+        assert reduced["a"].tolist() == [1, 3, 5]
+        assert reduced["b"][0].dtype == jnp.bfloat16
+        assert reduced["b"][0].tolist() == [[3, 3], [3, 3]]
+    large = jnp.full((LARGE,), float(rank))
+    assert float(jax.jit(lambda x: hvd.allreduce(x * 2).sum())(large)) == LARGE
+    assert hvd.allgather(jnp.ones((rank + 1, 2))).shape == (3, 2)
+    assert jax.jit(hvd.allgather)(jnp.full((2,), rank)).tolist() == [0, 0, 1, 1]
+    assert jax.jit(lambda x: hvd.broadcast(x, 1))(jnp.array([rank])).tolist() == [1]
+
+    def of_all(call: Any) -> list[float]:
+        x, weights = jnp.ones(2), jnp.arange(1.0, 3.0) + rank
+        got: list[float] = jax.jit(jax.grad(lambda x: (call(x)[:2] * weights).sum()))(x).tolist()
+        return got
+
+    assert of_all(lambda x: hvd.allreduce(x, op=hvd.Sum)) == [3, 5]
+    assert of_all(lambda x: hvd.broadcast(x, 0)) == ([1.5, 2.5] if rank == 0 else [0, 0])
+    assert of_all(hvd.allgather) == ([1.5, 2.5] if rank == 0 else [0, 0])
+
+    params = hvd.broadcast_parameters({"w": jnp.asarray(W) + rank}, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optax.sgd(0.1))
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda params: jnp.square(x @ params["w"]).mean())(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, hvd.allreduce(loss, "loss")
+
+    losses = []
+    for x in X:
+        params, state, loss = step(params, state, own_rows(x, hvd))
+        losses.append(float(loss))
+    hvd.shutdown()
+    return {"losses": losses, "weights": np.asarray(params["w"]).tolist()}
+
+
+def tensorflow_job() -> dict[str, Any]:
+    import tensorflow as tf
+
+    import shardwise.integrations.horovod.tensorflow as hvd
+
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    hvd.init()
+    rank = hvd.rank()
+    x = tf.constant([1.0, 2.0]) + rank
+    for call in (hvd.allreduce, tf.function(hvd.allreduce)):
+        assert call(x).numpy().tolist() == [1.5, 2.5]
+    half = hvd.allreduce(tf.cast(x, tf.bfloat16), op=hvd.Sum)
+    assert half.dtype == tf.bfloat16
+    assert hvd.allgather(tf.ones((rank + 1, 2))).shape == (3, 2)
+    assert tf.function(lambda x: hvd.broadcast(x, 1))(x).numpy().tolist() == [2, 3]
+    assert hvd.alltoall(tf.constant([rank, rank])).numpy().tolist() == [0, 1]
+    assert hvd.reducescatter(x, op=hvd.Sum).numpy().tolist() == ([3] if rank == 0 else [5])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.reduce_sum(hvd.allreduce(x, op=hvd.Sum) * (rank + 1.0))
+    assert tape.gradient(y, x).numpy().tolist() == [3, 3]
+    table = tf.Variable(tf.ones((4, 2)))
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        looked_up = tf.reduce_sum(tf.gather(table, [rank, 3]))
+    slices = tape.gradient(looked_up, table)
+    assert tf.convert_to_tensor(slices).numpy()[:, 0].tolist() == [0.5, 0.5, 0, 1]
+
+    weights, unused = tf.Variable(W + rank), tf.Variable(1.0)
+    hvd.broadcast_variables([weights], root_rank=0)
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(x @ weights))
+        tape = hvd.DistributedGradientTape(tape)
+        grad, nothing = tape.gradient(loss, [weights, unused])
+        assert nothing is None
+        weights.assign_sub(0.1 * grad)
+        return hvd.allreduce(loss, name="loss")
+
+    losses = [float(step(tf.constant(own_rows(x, hvd)))) for x in X]
+    hvd.shutdown()
+    return {"losses": losses, "weights": weights.numpy().tolist()}
+
+
+def keras_job(backend: str, folder: str) -> dict[str, Any]:
+    os.environ["KERAS_BACKEND"] = backend
+    import keras
+
+    import shardwise.integrations.horovod.keras as hvd
+
+    hvd.init()
+    rank = hvd.rank()
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, use_bias=False)])
+    if rank == 0:
+        model.set_weights([W])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    assert isinstance(optimizer, keras.optimizers.SGD)
+    model.compile(optimizer=optimizer, loss="mean_squared_error")
+    rows = np.concatenate([own_rows(x, hvd) for x in X])
+    losses: list[float] = []
+    told = model.fit(
+        rows,
+        np.zeros((len(rows), 3), np.float32),
+        batch_size=GLOBAL_ROWS // hvd.size(),
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(),
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: losses.append(logs["loss"])),
+        ],
+    )
+    assert told.history["loss"]
+    weights = model.get_weights()[0]
+    assert np.array_equal(hvd.broadcast(weights, 0), weights)
+    file = Path(folder) / f"{backend}-{rank}.keras"
+    model.save(file)
+    loaded = hvd.load_model(file)
+    assert type(loaded.optimizer).__name__ == "SGD"
+    assert np.array_equal(loaded.get_weights()[0], weights)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2)
+    loaded.fit(rows[:4], np.zeros((4, 3), np.float32), epochs=3, verbose=0, callbacks=[warmup])
+    assert abs(float(loaded.optimizer.learning_rate) - 0.4) < 1e-6
+    hvd.shutdown()
+    return {"losses": losses, "weights": weights.tolist()}
+
+
+def page_job(page: str) -> None:
+    """Every block of Python of a page runs as it stands."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", Path(page).read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(compile(block, page, "exec"), {})

@@ -1,0 +1,337 @@
+"""What ranks of Lightning's tests do: Trainers with a strategy that is given, and what is seen of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "log_every_n_steps": 1,
+    "num_sanity_val_steps": 1,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks over an embedding that is the head as well."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        nn.init.normal_(self.embed.weight, std=0.3)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(3)))
+        self.head = nn.Linear(width, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embed(x))) * self.scale
+
+
+class Rows(Dataset[torch.Tensor]):
+    def __init__(self, num: int, seed: int = 0) -> None:
+        self.rows = torch.randint(16, (num, 5), generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+class Module(pl.LightningModule):
+    """Next tokens; notes losses, norms and what evaluations have seen."""
+
+    def __init__(self, *, is_deferred: bool = False, lr: float = 0.01) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(1)
+        self.net = None if is_deferred else Net()
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.predicted: list[int] = []
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(1)
+            self.net = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        self.losses.append(self.all_gather(loss.detach()).mean().item())
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        grads = [param.grad for param in self.parameters() if param.grad is not None]
+        self.norms.append(torch.nn.utils.get_total_norm(grads).item())
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val", self._loss(batch), sync_dist=True)
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("test", self._loss(batch), sync_dist=True, batch_size=len(batch))
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self(batch)[:, -1]
+
+    def configure_optimizers(self) -> Any:
+        decayed = [param for param in self.parameters() if param.dim() > 1]
+        others = [param for param in self.parameters() if param.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams.lr)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Data(pl.LightningDataModule):
+    """Training rows, rows to validate by, and as many to test as no two ranks share evenly."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(46), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Rows(7, 1), batch_size=2)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(Rows(10, 2), batch_size=2)
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(Rows(9, 3), batch_size=2)
+
+
+def strategy_of(plan: Any, **settings: Any) -> Any:
+    """Lightning's own without a plan."""
+    from shardwise.integrations.lightning import ShardwiseStrategy
+
+    return "ddp" if plan is None else ShardwiseStrategy(plan, **settings)
+
+
+def trainer_of(plan: Any, folder: str, *, settings: Any = None, **arguments: Any) -> pl.Trainer:
+    ranks = torch.distributed
+    size = ranks.get_world_size() if ranks.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    own = {"default_root_dir": folder, "devices": size, "strategy": strategy_of(plan, **(settings or {}))}
+    return pl.Trainer(**{**QUIET, **own, **arguments})
+
+
+def values(module: pl.LightningModule) -> dict[str, Any]:
+    return {name: value.detach().tolist() for name, value in module.state_dict().items()}
+
+
+def trained(plan: Any, folder: str, *, is_deferred: bool = False, settings: Any = None, **arguments: Any) -> Any:
+    """Two epochs with everything in them, then an evaluation by each of Trainer's calls."""
+    pl.seed_everything(3)
+    module, data = Module(is_deferred=is_deferred), Data()
+    kept = ModelCheckpoint(folder, "{epoch}", save_last="link", save_top_k=2, monitor="val", mode="min")
+    arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2, **arguments}
+    trainer = trainer_of(plan, folder, settings=settings, callbacks=[kept], **arguments)
+    trainer.fit(module, data)
+    found: dict[str, Any] = {"losses": module.losses, "norms": module.norms, "state": values(module)}
+    found["metrics"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    found["rate"] = trainer.optimizers[0].param_groups[0]["lr"]
+    found["steps"] = trainer.global_step
+    found["val"] = trainer.validate(module, data, verbose=False)
+    found["test"] = trainer.test(module, data, verbose=False, ckpt_path="best")
+    found["predicted"] = torch.cat(trainer.predict(module, data)).tolist()
+    found["best"], found["last"] = kept.best_model_path, kept.last_model_path
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    return found
+
+
+def resumed(plan: Any, folder: str, checkpoint: str, *, settings: Any = None, save: str = "") -> Any:
+    """The second epoch of that training, from a checkpoint of the first."""
+    module = Module()
+    arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
+    trainer = trainer_of(plan, folder, settings=settings, enable_checkpointing=False, **arguments)
+    trainer.fit(module, Data(), ckpt_path=checkpoint)
+    if save:
+        trainer.save_checkpoint(save)
+    return {"losses": module.losses, "state": values(module), "rate": trainer.optimizers[0].param_groups[0]["lr"]}
+
+
+def by_ddp(folder: str) -> Any:
+    """All of it by Lightning's own strategy."""
+    found = trained(None, folder)
+    return found, resumed(None, folder, f"{folder}/epoch=0.ckpt", save=f"{folder}/end.ckpt")
+
+
+def by_plans(folder: str, theirs: str) -> Any:
+    """The same by ours; the second epoch also from a checkpoint of theirs, by another plan and into a single file."""
+    found = trained("zero3", folder, is_deferred=True)
+    again = resumed("zero3", folder, f"{folder}/epoch=0.ckpt")
+    full = {"state_dict_type": "full"}
+    other = resumed("zero1", folder, f"{theirs}/epoch=0.ckpt", settings=full, save=f"{folder}/end.ckpt")
+    return found, again, other
+
+
+def alone(folder: str, theirs: str) -> Any:
+    """The second epoch by one process: ours from ours and theirs, and a third by theirs from our single file."""
+    ours = resumed("zero2", folder, f"{folder}/epoch=0.ckpt")
+    plain = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": 3}
+    plain |= {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "enable_progress_bar": False}
+    found = []
+    for checkpoint in (f"{folder}/end.ckpt", f"{theirs}/end.ckpt"):
+        module = Module()
+        pl.Trainer(**plain).fit(module, Data(), ckpt_path=checkpoint)
+        found.append({"losses": module.losses, "state": values(module)})
+    return ours, resumed("ddp", folder, f"{theirs}/epoch=0.ckpt"), *found
+
+
+def mixed(plan: Any, precision: str, folder: str) -> Any:
+    """One epoch in a precision, which a plugin says where Lightning would fall back to another on a CPU."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    module = Module()
+    asked = {"plugins": MixedPrecision(precision, "cpu")} if precision == "16-mixed" else {"precision": precision}
+    trainer = trainer_of(plan, folder, max_epochs=1, gradient_clip_val=0.1, gradient_clip_algorithm="value", **asked)
+    trainer.fit(module, Data())
+    return {"losses": module.losses, "state": values(module), "dtype": str(next(module.parameters()).dtype)}
+
+
+def several(jobs: list[Any]) -> Any:
+    """One after the other."""
+    return [mixed(*job) for job in jobs]
+
+
+class Adversaries(pl.LightningModule):
+    """Two optimizers in turn, toggled and clipped by hand, gradients accumulated by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(1)
+        self.maker = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 5))
+        self.judge = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        rows = batch.float() / 16
+        self.toggle_optimizer(first)
+        made_up = self.maker(rows)
+        loss = self.judge(made_up).square().mean() + (made_up - rows).square().mean()
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            self.clip_gradients(first, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            first.step()
+            first.zero_grad()
+        self.untoggle_optimizer(first)
+
+        def judged() -> torch.Tensor:
+            with torch.no_grad():
+                made_up = self.maker(rows)
+            loss = (self.judge(rows) - self.judge(made_up)).sigmoid().mean()
+            self.manual_backward(loss)
+            return loss
+
+        self.toggle_optimizer(second)
+        other = second.step(closure=judged)
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+        self.losses += self.all_gather(torch.stack([loss.detach(), other.detach()])).mean(0).tolist()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.Adam(self.maker.parameters(), lr=0.01)
+        second = torch.optim.SGD(self.judge.parameters(), lr=0.1, momentum=0.9)
+        return [first, second], [torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.1) for one in (first, second)]
+
+
+def by_hand(plan: Any, folder: str) -> Any:
+    module = Adversaries()
+    plain = {"strategy": "ddp_find_unused_parameters_true"} if plan is None else {}
+    trainer = trainer_of(plan, folder, max_epochs=1, **plain)
+    trainer.fit(module, DataLoader(Rows(24), batch_size=2))
+    trainer.save_checkpoint(f"{folder}/some.ckpt")
+    states = [one.state_dict()["state"] for one in trainer.optimizers]
+    again = Adversaries()
+    trainer = trainer_of(plan, folder, max_epochs=2, **plain)
+    trainer.fit(again, DataLoader(Rows(24), batch_size=2), ckpt_path=f"{folder}/some.ckpt")
+    return {"losses": module.losses + again.losses, "state": values(again), "counts": [len(one) for one in states]}
+
+
+class Own(torch.utils.data.IterableDataset[torch.Tensor]):
+    """As many rows as this rank has, and no more is known of them."""
+
+    def __iter__(self) -> Any:
+        yield from Rows(2 + 3 * int(os.environ.get("RANK", "0")), 4)
+
+
+def averaged(plan: Any, folder: str) -> Any:
+    """Weights averaged by Lightning's callback, and evaluations in which ranks have different numbers of batches."""
+    module = Module()
+    callbacks = [EMAWeightAveraging(decay=0.5)]
+    trainer = trainer_of(plan, folder, max_epochs=1, callbacks=callbacks, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(Rows(12), batch_size=2), DataLoader(Own(), batch_size=1))
+    found = {"val": trainer.callback_metrics["val"].item(), "averaged": values(module)}
+    trainer.save_checkpoint(f"{folder}/some.ckpt")
+    again = Module()
+    trainer = trainer_of(plan, folder, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.5)])
+    trainer.fit(again, DataLoader(Rows(12), batch_size=2), ckpt_path=f"{folder}/some.ckpt")
+    predicted = trainer.predict(again, DataLoader(Own(), batch_size=1))
+    if plan is not None:
+        trainer.strategy.release()
+    return {**found, "again": values(again), "losses": again.losses, "predicted": [one.tolist() for one in predicted]}
+
+
+def refused(what: str, folder: str) -> None:
+    """Something that is refused with a sentence."""
+    arguments: dict[str, Any] = {"max_epochs": 1}
+    plan: Any = "zero3"
+    settings: dict[str, Any] = {}
+    if what == "ddp's own":
+        settings = {"find_unused_parameters": True}
+    elif what == "spawn":
+        settings = {"start_method": "spawn"}
+    elif what == "axes":
+        plan = {"preset": "zero3", "mesh": {"tp": 2}}
+    elif what == "batch norms":
+        arguments["sync_batchnorm"] = True
+    elif what == "accumulation":
+        plan = {"preset": "zero3", "accumulate": 4}
+    elif what == "clipping":
+        plan, arguments["gradient_clip_val"] = {"preset": "zero3", "clip_grad_norm": 2.0}, 1.0
+    elif what == "precision":
+        plan, arguments["precision"] = {"preset": "zero3", "precision": "fp16"}, "bf16-mixed"
+    elif what == "double":
+        arguments["precision"] = "64-true"
+    elif what == "scaler":
+        from lightning.pytorch.plugins import MixedPrecision
+
+        arguments["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    elif what == "state":
+        settings = {"state_dict_type": "sharded_"}
+    trainer = trainer_of(plan, folder, settings=settings, **arguments)
+    if what == "cut short":
+        Path(folder, "some.ckpt").mkdir()
+        trainer.fit(Module(), Data(), ckpt_path=f"{folder}/some.ckpt")
+    module: Any = Module()
+    trainer.fit(torch.compile(module) if what == "compiled" else module, Data())

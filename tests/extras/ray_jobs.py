@@ -1,0 +1,91 @@
+"""What Ray's workers do in its tests, as functions that a TorchTrainer is given."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+class Summed(nn.Module):
+    """Its output is its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.net, rows)
+
+
+def batch(step: int, rank: int, size: int) -> torch.Tensor:
+    rows = torch.arange(48.0).add(step * 7.0).sin().reshape(8, 6)
+    return rows[rank::size]
+
+
+def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return (model(rows) - rows.sum(1, keepdim=True)).square().mean()
+
+
+def plain(steps: int) -> list[float]:
+    """The losses of one process that has the whole batches."""
+    model, losses = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        loss = loss_of(model, batch(step, 0, 1))
+        losses.append(loss.item())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def trained(config: dict[str, Any]) -> None:
+    """A loop that goes on from Ray's checkpoint; one worker raises once if the config says so."""
+    from shardwise.errors import FaultError
+
+    try:
+        _train(config)
+    except FaultError as error:
+        Path(config["mark"]).with_suffix(".letter").write_text(str(error))
+        raise
+
+
+def _train(config: dict[str, Any]) -> None:
+    import ray.train
+
+    from shardwise.integrations import ray as ours
+
+    context = ray.train.get_context()
+    rank, size = context.get_world_rank(), context.get_world_size()
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    with ours.shard(model, config["plan"], optimizer=optimizer) as engine:
+        state = ours.resume(engine)
+        losses = [] if state is None else list(state["losses"])
+        if state is not None:
+            scheduler.load_state_dict(state["scheduler"])
+        for step in range(len(losses), config["steps"]):
+            loss = loss_of(model, batch(step, rank, size))
+            engine.backward(loss)
+            engine.clip_grad_norm_(0.5)
+            engine.step()
+            scheduler.step()
+            losses.append(engine.mean(loss.item()))
+            mark = Path(config["mark"])
+            if step == config.get("fails_at") and rank == 1 and not mark.exists():
+                mark.write_text(str(os.getpid()))
+                raise ValueError("a bad batch")
+            kept = {"losses": losses, "scheduler": scheduler.state_dict()}
+            last = losses[-1]
+            ours.report(engine, {"loss": last, "losses": losses, "size": size}, state=kept, save=step % 2 == 1)

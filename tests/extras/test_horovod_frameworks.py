@@ -1,0 +1,51 @@
+"""Numpy, JAX, TensorFlow and Keras on every backend: collectives, their gradients, a loop as on whole batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+pytest.importorskip("jax")
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_loops_are_those_of_whole_batches(tmp_path: Path) -> None:
+    """What a job asserts by itself comes back as the text of a traceback."""
+    import horovod_jobs as jobs
+
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "horovod_ranks.py"), str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("numpy") == [None, None]
+    assert found.pop("the page") == [None, None]
+    losses, weights = jobs.plain_losses()
+    for job, told in found.items():
+        for rank in told:
+            assert isinstance(rank, dict), f"{job}: {rank}"
+            expected = [float(np.mean(losses))] if job.startswith("keras") else losses
+            np.testing.assert_allclose(rank["losses"], expected, rtol=1e-5, err_msg=job)
+            np.testing.assert_allclose(rank["weights"], weights, rtol=1e-5, atol=1e-6, err_msg=job)

@@ -1,0 +1,169 @@
+"""Lightning's Trainer over our engine, beside its own DDP strategy."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning_jobs as jobs
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from rank_processes import begin, on_ranks
+
+from shardwise.integrations.lightning import ShardwiseStrategy
+from shardwise.integrations.lightning_parts.settings import PRESETS
+from shardwise.placement import PRESETS as KNOWN
+
+pytestmark = pytest.mark.timeout(600)
+
+SCRIPT = Path(__file__).with_name("lightning_script.py")
+
+
+def same(found: Any, expected: Any, *names: str, within: float = 1e-5) -> None:
+    for name in names:
+        if name in ("state", "averaged", "again"):
+            assert found[name].keys() == expected[name].keys()
+            for key, value in expected[name].items():
+                assert torch.tensor(found[name][key]).sub(torch.tensor(value)).abs().max() < within, (name, key)
+        elif isinstance(expected[name], list) and expected[name] and isinstance(expected[name][0], list):
+            torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(expected[name]), atol=within, rtol=0)
+        else:
+            assert found[name] == pytest.approx(expected[name], abs=within), name
+
+
+def test_everything_that_a_trainer_does(tmp_path: Path) -> None:
+    folder, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    plain = on_ranks(2, jobs.by_ddp, theirs)
+    ours = on_ranks(2, jobs.by_plans, folder, theirs)
+    assert len(plain[0][0]["losses"]) == 24
+    for rank in range(2):
+        (run, again, other), (expected, resumed) = ours[rank], plain[rank]
+        same(run, expected, "losses", "norms", "metrics", "state", "predicted", "rate", "steps")
+        for name in ("val", "test"):
+            assert run[name][0] == pytest.approx(expected[name][0], abs=1e-5)
+        same(again, resumed, "losses", "state", "rate")
+        same(other, resumed, "losses", "state", "rate")
+        assert Path(run["best"]).name == Path(expected["best"]).name
+    assert Path(ours[0][0]["best"], "meta.pt").is_file()
+    assert Path(ours[0][0]["last"]).resolve().is_dir()
+
+    alone, beside, from_ours, from_theirs = on_ranks(1, jobs.alone, folder, theirs)[0]
+    same(alone, beside, "losses", "state", "rate")
+    same(from_ours, from_theirs, "losses", "state")
+    weights = jobs.Module.load_from_checkpoint(f"{folder}/weights.ckpt")
+    expected_weights = jobs.Module.load_from_checkpoint(f"{theirs}/weights.ckpt")
+    same({"state": jobs.values(weights)}, {"state": jobs.values(expected_weights)}, "state")
+
+
+def test_precisions(tmp_path: Path) -> None:
+    over_fp32 = {"preset": "zero3", "precision": "fp32"}
+    folder = str(tmp_path)
+    plain = begin(2, jobs.several, [(None, "bf16-mixed", folder), (None, "32-true", folder)])
+    ours = [(over_fp32, "bf16-mixed", folder), ("zero2", "bf16-true", folder), ("zero2", "16-mixed", folder)]
+    found = on_ranks(2, jobs.several, ours)[0]
+    mixed, full = plain()[0]
+    same(found[0], mixed, "losses", within=1e-3)
+    for run, dtype in zip(found[1:], ("torch.bfloat16", "torch.float16"), strict=True):
+        assert run["dtype"] == dtype
+        same(run, full, "losses", within=0.1)
+
+
+def test_two_optimizers_by_hand(tmp_path: Path) -> None:
+    plain = begin(2, jobs.by_hand, None, str(tmp_path))
+    (tmp_path / "ours").mkdir()
+    ours = on_ranks(2, jobs.by_hand, "zero3", str(tmp_path / "ours"))[0]
+    same(ours, plain()[0], "losses", "state", "counts")
+
+
+def test_averaged_weights_and_uneven_batches(tmp_path: Path) -> None:
+    wait = begin(2, jobs.averaged, None, str(tmp_path))
+    (tmp_path / "ours").mkdir()
+    ours = on_ranks(2, jobs.averaged, "zero3", str(tmp_path / "ours"))
+    plain = wait()
+    for rank in range(2):
+        same(ours[rank], plain[rank], "val", "averaged", "again", "losses", "predicted")
+    assert [len(run["predicted"]) for run in ours] == [2, 5]
+
+
+REFUSED = {
+    "ddp's own": "find_unused_parameters= is for DistributedDataParallel",
+    "spawn": "start_method='spawn' starts ranks",
+    "axes": "mesh has tp, and Lightning",
+    "state": "state_dict_type is 'sharded_'",
+}
+REFUSED_AT_SETUP = {
+    "batch norms": "sync_batchnorm makes every batch norm",
+    "accumulation": "accumulate 4 .* accumulate_grad_batches of Trainer says 1",
+    "clipping": r"clip_grad_norm 2.0 .* gradient_clip_val of Trainer says 1.0",
+    "precision": "precision fp16, and Lightning was asked for bf16",
+    "double": "precision is '64-true', which no plan has",
+    "scaler": "GradScaler with settings of its own",
+    "compiled": "was given to torch.compile",
+    "cut short": "is a folder without meta.pt",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_before_there_is_a_trainer(what: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=REFUSED[what]):
+        jobs.refused(what, str(tmp_path))
+
+
+def refusals(folder: str) -> dict[str, str]:
+    found = {}
+    for what in REFUSED_AT_SETUP:
+        try:
+            jobs.refused(what, folder)
+        except Exception as error:
+            found[what] = str(error)
+    return found
+
+
+def test_refused_when_it_begins(tmp_path: Path) -> None:
+    found = on_ranks(1, refusals, str(tmp_path))[0]
+    for what, sentence in REFUSED_AT_SETUP.items():
+        assert re.search(sentence, found.get(what, "nothing"), re.DOTALL), (what, found.get(what))
+
+
+def test_names() -> None:
+    assert set(PRESETS) == set(KNOWN)
+    strategy = StrategyRegistry.get("shardwise_zero3_kept")
+    assert isinstance(strategy, ShardwiseStrategy)
+    assert strategy.plan.preset == "zero3-kept"
+    assert StrategyRegistry.get("shardwise").plan.preset == "zero3"
+
+
+def script(*words: str) -> None:
+    """The script as it stands, on the ranks that run this."""
+    sys.argv = [str(SCRIPT), *words]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_scripts_that_lightning_or_a_launcher_starts(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.json" for name in ("plain", "itself", "taken")}
+    wait = begin(2, script, str(files["plain"]), "lightning.pytorch", "ddp")
+    launch = ["-m", "shardwise", "launch", "--nproc", "2", "--shardwise", "zero2"]
+    commands = [
+        [str(SCRIPT), str(files["itself"]), "lightning.pytorch", "shardwise_zero3"],
+        [*launch, str(SCRIPT), str(files["taken"]), "pytorch_lightning"],
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for command in commands:
+        words = [sys.executable, *command]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=560, check=False, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+    wait()
+    told = {name: json.loads(file.read_text()) for name, file in files.items()}
+    assert told["plain"]["strategy"] == "DDPStrategy"
+    for name in ("itself", "taken"):
+        assert (told[name]["strategy"], told[name]["world"]) == ("ShardwiseStrategy", 2)
+        assert told[name]["losses"] == pytest.approx(told["plain"]["losses"], abs=1e-5)
+        for key, value in told["plain"]["weights"].items():
+            torch.testing.assert_close(torch.tensor(told[name]["weights"][key]), torch.tensor(value))

@@ -1,0 +1,90 @@
+"""Ray Train's workers over our engine: a real cluster of one machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray_jobs as jobs
+
+ray = pytest.importorskip("ray")
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ray.init(
+        num_cpus=3, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=80 * 2**20,
+        runtime_env={"env_vars": variables}, log_to_driver=False, configure_logging=False,
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+def fit(folder: Path, workers: int, *, failures: int = 0, name: str = "run", **config: Any) -> Any:
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    trainer = TorchTrainer(
+        jobs.trained,
+        train_loop_config={"plan": "zero3", "steps": STEPS, "mark": str(folder / "mark"), **config},
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(
+            name=name,
+            storage_path=str(folder),
+            failure_config=FailureConfig(max_failures=failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    return trainer.fit()
+
+
+def test_a_worker_fails_and_all_go_on(cluster: None, tmp_path: Path) -> None:
+    expected = jobs.plain(STEPS)
+    result = fit(tmp_path, 2, failures=1, fails_at=5)
+    assert (tmp_path / "mark").exists()
+    assert "Rank 1 raised ValueError: a bad batch" in (tmp_path / "mark.letter").read_text()
+    assert result.metrics["losses"] == pytest.approx(expected, abs=1e-5)
+    assert result.metrics["size"] == 2
+    kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert kept == ["checkpoint-00000006", "checkpoint-00000008"]
+    assert Path(result.checkpoint.path, "shardwise", "step-00000008").is_dir()
+
+    alone = fit(tmp_path, 1, plan="zero1", steps=STEPS + 4)  # the same run, by another number of workers
+    assert alone.metrics["losses"] == pytest.approx(jobs.plain(STEPS + 4), abs=1e-5)
+    assert alone.metrics["size"] == 1
+
+
+def test_the_loop_of_the_page(cluster: None, tmp_path: Path) -> None:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    page = (Path(__file__).parents[2] / "docs" / "ray.md").read_text()
+    names: dict[str, Any] = {"build": jobs.Summed, "batch_of": jobs.batch, "__name__": "page"}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    told = RunConfig(name="page", storage_path=str(tmp_path))
+    config = {"lr": 0.01, "steps": 2}
+    trainer = TorchTrainer(
+        names["loop"], train_loop_config=config, scaling_config=ScalingConfig(num_workers=1), run_config=told
+    )
+    result = trainer.fit()
+    assert result.metrics["loss"] > 0
+    assert Path(result.checkpoint.path, "shardwise", "step-00000002").is_dir()
+
+
+def test_outside_of_a_worker() -> None:
+    from shardwise.errors import ConfigError
+    from shardwise.integrations.ray import shard
+
+    with pytest.raises(ConfigError, match="was called outside of a worker of Ray Train"):
+        shard(jobs.net(), "zero3")

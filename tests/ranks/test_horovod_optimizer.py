@@ -1,0 +1,327 @@
+"""Loops with Horovod's `DistributedOptimizer`, beside the same loop on whole batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+import shardwise.integrations.horovod.torch as hvd
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+RANKS, ROWS, STEPS = 3, 4, 5
+
+
+class Net(nn.Module):
+    """With a parameter that a forward leaves out on some ranks, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 6, sparse=False)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+        self.aside = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 13)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, *, goes_aside: bool = True) -> Tensor:
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.body(hidden)
+        return self.head(hidden + self.aside(hidden) if goes_aside else hidden)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, **options: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens, **options).flatten(0, -2), tokens.roll(1, -1).flatten())
+
+
+def model_and_batches() -> tuple[Net, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    torch.manual_seed(0)
+    return Net(), torch.randint(13, (STEPS, 2, RANKS, ROWS, 5), generator=generator)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.3, momentum=0.9)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02)
+
+
+def on_ranks(work: Callable[[], Any], size: int = RANKS) -> list[Any]:
+    def rank(world: sw.World) -> Any:
+        hvd.init(world)
+        try:
+            return work()
+        finally:
+            hvd.shutdown()
+
+    return run_ranks(size, rank)
+
+
+def plain(model: Net, batches: Tensor, make: Callable[[Any], torch.optim.Optimizer], passes: int, clip: float) -> Net:
+    """On one process: the sum over passes of the mean over ranks."""
+    optimizer = make(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for batch in batches:
+        for micro in batch[:passes]:
+            torch.stack(
+                [loss_of(model, rows, goes_aside=rank != 1) for rank, rows in enumerate(micro)]
+            ).mean().backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return model
+
+
+def distributed(
+    model: Net,
+    batches: Tensor,
+    make: Callable[[Any], torch.optim.Optimizer],
+    passes: int,
+    clip: float,
+    options: dict[str, Any],
+) -> tuple[list[Tensor], list[Tensor]]:
+    rank = hvd.rank()
+    model = copy.deepcopy(model)
+    if rank:
+        with torch.no_grad():
+            model.head.weight.add_(1)  # which the broadcast puts right
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    given = {"groups": [list(model.body.parameters()), [model.head.weight]]} if options.get("groups") == "lists" else {}
+    optimizer = make(model.parameters())
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), backward_passes_per_step=passes, **{**options, **given}
+    )
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    steps: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    grads: list[Tensor] = []
+    for batch in batches:
+        for micro in batch[:passes]:
+            loss_of(model, micro[rank], goes_aside=rank != 1).backward()
+        if clip:
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+        grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        optimizer.zero_grad(set_to_none=bool(rank % 2))
+        schedule.step()
+    assert len(steps) == len(batches)
+    return [param.detach() for param in model.parameters()], grads
+
+
+@pytest.mark.parametrize(
+    ("make", "passes", "clip", "options"),
+    [
+        (sgd, 1, 0.0, {}),
+        (adamw, 2, 0.1, {"gradient_predivide_factor": 2.0}),
+        (adamw, 1, 0.0, {"groups": 2}),
+        (sgd, 2, 0.0, {"groups": "lists", "gradient_predivide_factor": 3.0}),
+    ],
+)
+def test_a_loop_is_that_of_whole_batches(
+    make: Callable[[Any], torch.optim.Optimizer], passes: int, clip: float, options: dict[str, Any]
+) -> None:
+    model, batches = model_and_batches()
+    told = on_ranks(lambda: distributed(model, batches, make, passes, clip, options))
+    expected = plain(copy.deepcopy(model), batches, make, passes, clip)
+    for params, grads in told:
+        torch.testing.assert_close(params, [param.detach() for param in expected.parameters()], atol=1e-6, rtol=1e-5)
+        assert all(torch.equal(mine, first) for mine, first in zip(grads, told[0][1], strict=True))
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients(as_dense: bool) -> None:
+    torch.manual_seed(0)
+    embedding = nn.EmbeddingBag(11, 3, sparse=True, mode="sum")
+    tokens = torch.randint(11, (RANKS, 4, 2))
+
+    def work() -> Tensor:
+        model = copy.deepcopy(embedding)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), sparse_as_dense=as_dense)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(tokens[hvd.rank()]).square().sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        if hvd.rank() == 0:  # the others have no rows in this step
+            model(tokens[0]).square().sum().backward()
+        optimizer.step()
+        assert model.weight.grad is not None
+        assert model.weight.grad.is_sparse is not as_dense
+        return model.weight.detach()
+
+    told = on_ranks(work)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (sum(embedding(rows).square().sum() for rows in tokens) / RANKS).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    (embedding(tokens[0]).square().sum() / RANKS).backward()
+    optimizer.step()
+    for weight in told:
+        torch.testing.assert_close(weight, embedding.weight.detach())
+
+
+def test_halved_gradients_and_a_set_of_ranks() -> None:
+    """fp16 on the way, among two of three ranks: the third steps by what is its own."""
+    model, batches = model_and_batches()
+
+    def rank_of(world: sw.World) -> list[Tensor]:
+        pair = hvd.ProcessSet([0, 2])
+        hvd.init(world, process_sets=[pair])
+        mine = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(
+            sgd(mine.parameters()), mine.named_parameters(), compression=hvd.Compression.fp16, process_set=pair
+        )
+        loss_of(mine, batches[0, 0, hvd.rank()]).backward()
+        optimizer.step()
+        hvd.shutdown()
+        return [param.grad for param in mine.parameters() if param.grad is not None]
+
+    told = run_ranks(RANKS, rank_of)
+    own = []
+    for rank in range(RANKS):
+        twin = copy.deepcopy(model)
+        loss_of(twin, batches[0, 0, rank]).backward()
+        own.append([param.grad for param in twin.parameters() if param.grad is not None])
+    torch.testing.assert_close(told[1], own[1])
+    torch.testing.assert_close(
+        told[0], [(a + b) / 2 for a, b in zip(own[0], own[2], strict=True)], atol=2e-4, rtol=2e-3
+    )
+    assert all(map(torch.equal, told[0], told[2]))
+
+
+def test_adasum_updates_once_where_ranks_agree() -> None:
+    """Equal gradients make the update of one rank; the optimizer's state is each rank's own."""
+    model, batches = model_and_batches()
+
+    def work() -> list[Tensor]:
+        mine = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(adamw(mine.parameters()), mine.named_parameters(), op=hvd.Adasum)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(mine, batches[0, 0, 0]).backward()
+            optimizer.step()
+        return [param.detach() for param in mine.parameters()]
+
+    told = on_ranks(work, 2)
+    optimizer = adamw(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, batches[0, 0, 0]).backward()
+        optimizer.step()
+    torch.testing.assert_close(told[1], [param.detach() for param in model.parameters()], atol=1e-5, rtol=1e-5)
+
+
+def test_calls_out_of_turn_are_refused() -> None:
+    model, batches = model_and_batches()
+
+    def work() -> None:
+        mine = copy.deepcopy(model)
+        named = list(mine.named_parameters())
+        with pytest.raises(ValueError, match="two parameters named 'w'"):
+            hvd.DistributedOptimizer(sgd(mine.parameters()), [("w", param) for _, param in named])
+        with pytest.raises(ValueError, match="not in named_parameters"):
+            hvd.DistributedOptimizer(sgd(mine.parameters()), named[:2])
+        with pytest.raises(ValueError, match="gradient_predivide_factor is a part of averaging"):
+            hvd.DistributedOptimizer(sgd(mine.parameters()), named, op=hvd.Sum, gradient_predivide_factor=2.0)
+        with pytest.raises(ValueError, match=r"takes model\.state_dict"):
+            hvd.broadcast_parameters(mine.parameters(), 0)
+        with pytest.raises(ValueError, match="L-BFGS"):
+            hvd.broadcast_optimizer_state(torch.optim.LBFGS(mine.parameters()), 0)
+        optimizer = hvd.DistributedOptimizer(sgd(mine.parameters()), named)
+        assert isinstance(optimizer, torch.optim.SGD)
+        rows = batches[0, 0, hvd.rank()]
+        loss_of(mine, rows).backward()
+        with pytest.raises(AssertionError, match="gradients are on their way"):
+            optimizer.zero_grad()
+        with pytest.raises(AssertionError, match="more than backward_passes_per_step=1"):
+            loss_of(mine, rows).backward()
+        optimizer.synchronize()
+        with pytest.warns(UserWarning, match="skip_synchronize"):
+            optimizer.step()
+
+    on_ranks(work, 1)
+
+
+def test_batch_norm_over_all_ranks() -> None:
+    """Uneven batches: outputs, gradients and running statistics are those of one batch."""
+    torch.manual_seed(0)
+    rows = torch.randn(7, 3, 2, 2, dtype=torch.float64)
+    parts = rows.split([1, 4, 2])
+    weights = torch.randn_like(rows)
+    one = nn.BatchNorm2d(3, dtype=torch.float64)
+    whole = rows.clone().requires_grad_()
+    (one(whole) * weights).sum().backward()
+    assert whole.grad is not None
+
+    def work() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        norm = hvd.SyncBatchNorm(3).double()
+        x = parts[hvd.rank()].clone().requires_grad_()
+        y = norm(x)
+        (y * weights.split([1, 4, 2])[hvd.rank()]).sum().backward()
+        assert x.grad is not None
+        return y.detach(), x.grad, norm.running_mean, norm.running_var
+
+    told = on_ranks(work)
+    torch.testing.assert_close(torch.cat([grad for _, grad, _, _ in told]), whole.grad)
+    for _, _, mean, variance in told:
+        torch.testing.assert_close((mean, variance), (one.running_mean, one.running_var))
+
+
+def test_an_elastic_loop_goes_back_to_its_commit() -> None:
+    """An error of all ranks in the middle of an epoch: the loop sees every sample once, and ranks end equal."""
+    model, _ = model_and_batches()
+    tokens = torch.randint(13, (24, 5), generator=torch.Generator().manual_seed(1))
+
+    def train(fails_at: int) -> tuple[list[Tensor], list[int], list[int]]:
+        mine = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(adamw(mine.parameters()), mine.named_parameters())
+        sampler = hvd.elastic.ElasticSampler(range(24), shuffle=True, seed=1)
+        state = hvd.elastic.TorchState(model=mine, optimizer=optimizer, sampler=sampler, batch=0)
+        seen: list[list[int]] = []
+        resets: list[int] = []
+        state.register_reset_callbacks([lambda: resets.append(len(seen)), lambda: seen.__delitem__(slice(2, None))])
+        left = [fails_at]
+
+        @hvd.elastic.run
+        def loop(state: Any) -> None:
+            indices = list(state.sampler)
+            for number in range(len(indices) // 2):
+                chosen = state.sampler.get_indices(number, 2)
+                if state.batch == left[0]:
+                    left.clear()
+                    left.append(-1)
+                    hvd.allreduce(torch.ones(1 + hvd.rank()), name="boom")
+                state.optimizer.zero_grad()
+                loss_of(state.model, tokens[chosen]).backward()
+                state.optimizer.step()
+                state.sampler.record_batch(number, 2)
+                seen.append(chosen)
+                state.batch += 1
+                if state.batch % 2 == 0:
+                    state.commit()
+
+        loop(state)
+        return [param.detach() for param in mine.parameters()], [one for chosen in seen for one in chosen], resets
+
+    broken = on_ranks(lambda: train(3), 2)
+    assert all(resets == [3] for _, _, resets in broken)
+    assert [len(seen) for _, seen, _ in broken] == [12, 12]
+    assert sorted(broken[0][1] + broken[1][1]) == list(range(24))
+    assert all(map(torch.equal, broken[0][0], broken[1][0]))
