@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "program",
         help="of this machine: disk, host or links; in a checkout: peers, collectives, checkpoint, overhead, growth, "
-        "compile, experts, pipeline, tensor, tiers, generation",
+        "compile, experts, pipeline, tensor, tiers, generation, horovod, integrations, mpi, hosts",
     )
     option("arguments", nargs=argparse.REMAINDER, help="its options; `shardwise bench disk --help` lists them")
 

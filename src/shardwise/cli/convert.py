@@ -10,7 +10,7 @@ from shardwise.errors import ConfigError
 
 TARGETS = ("hf", "shardwise", "dcp")
 DTYPES = ("fp32", "bf16", "fp16")
-"""Those of `formats/convert.py`, which needs torch: what --help says must not wait for that. A test compares them."""
+"""Those of `formats/conversion.py`, which needs torch: --help must not wait for that. A test compares them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

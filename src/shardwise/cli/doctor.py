@@ -7,21 +7,26 @@ import importlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli import checks
+from shardwise.cli import checks, host_checks, host_facts
+from shardwise.cli.between_hosts import SSH, Remote, examine_hosts
 from shardwise.cli.checks import Check
 from shardwise.cli.meeting import meet
 from shardwise.cli.memory_sharing import obstacle_to_sharing
+from shardwise.cli.plan_lint import lint
+from shardwise.errors import ConfigError
 from shardwise.machine import Cgroups, TorchFacts, host_memory, num_cores
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -37,10 +42,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long two processes may take to start and meet (default: 30)",
     )
 
+    option = parser.add_argument
+    option("--plan", metavar="PLAN", help="also look for what is wrong with this plan here: a preset or a file")
+    option("--world", type=int, metavar="N", help="the ranks that the plan is for (default: one for each GPU, else 2)")
+    option("--hosts", metavar="A,B,...", help="also ask these hosts, and measure what lies between any two")
+    option("--ssh", default=SSH, metavar="COMMAND", help=f"what runs a command on a host (default: {SSH})")
+    option("--python", default=sys.executable, metavar="PATH", help="Python on the hosts (default: the same as here)")
+    option("--port", type=int, default=0, metavar="P", help="of the first host, where they meet (default: a free one)")
+    option(
+        "--folder",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="also measure the disk under DIR, which every host should have; may be repeated",
+    )
+
 
 def run(args: argparse.Namespace) -> int:
     """Ask everything, print the answers; 1 if something fails, else 0."""
-    answers = list(examine(args.timeout))
+    hosts = [host.strip() for host in (args.hosts or "").split(",") if host.strip()]
+    if len(set(hosts)) != len(hosts):
+        raise ConfigError(f"--hosts {args.hosts} names a host twice; name each once.")
+    strange = [host for host in hosts if host.startswith("-")]
+    if strange:
+        raise ConfigError(f"--hosts: {strange[0]} is an option, and not a host.")
+    answers = [*examine(args.timeout), *_of_folders([tempfile.gettempdir(), *args.folder])]
+    if args.plan is not None:
+        answers += _of_plan(args.plan, args.world)
+    if hosts:
+        remote = Remote(tuple(shlex.split(args.ssh)), args.python, args.timeout)
+        answers += examine_hosts(hosts, remote, args.folder, args.port)
     healthy = all(answer.status != "fail" for answer in answers)
     if args.json:
         print(json.dumps({"healthy": healthy, "checks": [asdict(answer) for answer in answers]}, indent=2))
@@ -66,7 +97,44 @@ def examine(timeout_seconds: float) -> Iterator[Check]:
         yield checks.check_gpus(facts)
         if "gloo" in facts.backends:
             yield checks.check_loopback(meet(timeout_seconds))
+        yield host_checks.check_driver(host_facts.driver_version(), facts)
     yield _ask_temp()
+    yield from _of_host()
+
+
+def _of_host() -> Iterator[Check]:
+    has_rdma = Path("/sys/class/infiniband").is_dir()
+    yield host_checks.check_limits(host_facts.limits(), has_rdma=has_rdma)
+    yield host_checks.check_network(host_facts.interfaces(), host_facts.own_address(), os.environ)
+    yield host_checks.check_mpi(host_facts.mpi_version())
+    yield host_checks.check_clock(host_facts.clock_is_kept())
+    yield host_checks.check_versions(host_facts.conflicts(_requirements()))
+    yield host_checks.check_leftovers(host_facts.leftovers(Path(tempfile.gettempdir())))
+
+
+def _requirements() -> list[str]:
+    """What shardwise asks for; nothing where it runs from its source, and was never installed."""
+    try:
+        return metadata.requires("shardwise") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _of_folders(folders: list[str]) -> Iterator[Check]:
+    for folder in dict.fromkeys(folders):
+        try:
+            rates: host_facts.DiskRates | str = host_facts.disk_rates(Path(folder))
+        except OSError as error:
+            rates = error.strerror or str(error)
+        yield host_checks.check_disk(folder, rates)
+
+
+def _of_plan(source: str, world_size: int | None) -> list[Check]:
+    if world_size is not None and world_size < 1:
+        raise ConfigError(f"--world is {world_size}; give 1 or more.")
+    facts = _ask_torch()
+    known = facts if isinstance(facts, TorchFacts) else TorchFacts("", "")
+    return lint(source, world_size or len(known.gpus) or 2, known, num_cores())
 
 
 def print_table(answers: list[Check], console: Console) -> None:

@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", nargs="?", metavar="PLAN", help="a preset, or a .yaml, .toml or .json file")
     parser.add_argument("--world", type=int, metavar="N", help="the number of ranks")
     parser.add_argument(
+        "--per-host", type=int, metavar="N", help="ranks of each host, to print what leaves one (default: all on one)"
+    )
+    parser.add_argument(
         "--model", metavar="FILE:CALLABLE", help="what builds the model, without arguments; no memory is used for it"
     )
     parser.add_argument(
@@ -98,14 +101,17 @@ def _explained(args: argparse.Namespace) -> Explanation:
         raise ConfigError(f"For how many ranks? Give --world N of at least 1{given}.")
     if args.optimizer_states < 0:
         raise ConfigError(f"--optimizer-states is {args.optimizer_states}; give 0 or more.")
-    mesh = mesh_for(plan, args.world)
+    if args.per_host is not None and (args.per_host < 1 or args.world % args.per_host):
+        raise ConfigError(f"--per-host is {args.per_host}, which does not divide --world {args.world}.")
+    mesh = mesh_for(plan, args.world, args.per_host)
     table = table_for(plan, mesh)
     if args.batch is not None and args.model is None:
         raise ConfigError("--batch needs a model: give --model FILE:CALLABLE too.")
     if plan.budget != Budget() and args.model is None:
         raise ConfigError("budget chooses among the units of a model: give --model FILE:CALLABLE too.")
     plan, subject = _subject(args, plan, table, mesh)
-    return explain(plan, mesh, table, known_from, subject, read_calibration(args.calibration))
+    explained = explain(plan, mesh, table, known_from, subject, read_calibration(args.calibration))
+    return replace(explained, per_host=args.per_host or 0)
 
 
 def _subject(args: argparse.Namespace, plan: Plan, table: Table, mesh: Mesh) -> tuple[Plan, Subject]:

@@ -108,6 +108,8 @@ class Explanation:
     replicated: Footprint
     tiers: TierTime | None = None
     """What tiers cost a rank in a step, with all ranks on one host; `None` where all is on the device."""
+    per_host: int = 0
+    """Ranks of each host; 0 if that is not asked."""
 
     @property
     def rules(self) -> dict[str, Table]:
@@ -139,6 +141,11 @@ class Explanation:
     def sent_by_axis(self) -> dict[str, int]:
         """The same by mesh axis."""
         return self.step.sent_by_axis(self.plan.accumulate)
+
+    @property
+    def sent_by_hosts(self) -> list[int]:
+        """What leaves each host in one optimizer step for parameters and gradients, on the CPU."""
+        return self.step.sent_by_hosts(self.mesh, self.per_host, self.plan.accumulate)
 
     @property
     def attention(self) -> str | None:
@@ -256,6 +263,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "replicated_bytes": by_kind(explained.replicated),
         "sent_bytes_per_step": explained.sent_bytes,
         "sent_bytes_by_axis": explained.sent_by_axis,
+        **({"sent_bytes_by_host": explained.sent_by_hosts} if explained.per_host else {}),
         "program": explained.program,
         **({} if schedule is None else {"schedule": str(schedule), "bubble": timed(schedule).bubble}),
         **({"stages": subject.stages.splitlines()} if subject.stages else {}),

@@ -1,29 +1,35 @@
-"""`shardwise launch`: a script on several ranks of this machine."""
+"""`shardwise launch`: a script on several ranks, of this machine or of others."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
 
 from shardwise import launch
+from shardwise.cli import launch_places
 from shardwise.config import load_plan
 from shardwise.errors import LaunchError
 from shardwise.integrations.accelerate_config import read_accelerate_config
-from shardwise.launch.job import Job, describe
-
-_OF_SEVERAL_HOSTS = ("num_nodes", "hostfile", "include", "exclude")
+from shardwise.launch.job import Elastic, Job, describe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `shardwise launch`; those after the script are the script's."""
     option = parser.add_argument
-    option("--nproc", type=int, metavar="N", help="ranks to start (default: one for each GPU, else 1)")
-    option("--port", type=int, metavar="P", help="port at which ranks meet (default: a free one)")
+    option("--nproc", "-np", type=int, metavar="N", help="ranks to start on each host (default: a GPU's each, else 1)")
+    option("--port", "--master_port", type=int, metavar="P", help="port at which ranks meet (default: a free one)")
     option("--max-restarts", type=int, default=0, metavar="N", help="new attempts after a failure (default: 0)")
+    option("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX ranks when some die or come (docs/elastic.md)")
+    option(
+        "--retries",
+        metavar="N[:SECONDS]",
+        help="with --elastic: processes started in the place of dead ones, within some time (default: 3:600)",
+    )
     option("--threads", type=int, metavar="N", help="threads for each rank (default: cores / ranks)")
     option("--log-dir", type=Path, metavar="DIR", help="also write each rank's stdout and stderr there")
     option(
@@ -34,13 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what ranks get to end by themselves after a signal or a failure (default: 10)",
     )
     option("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    option("--profile", metavar="FIRST:LAST[:FOLDER]", help="look closely at these steps: a trace for each rank")
     option("--shardwise", metavar="PLAN", help="the plan for an unmodified script's Trainer or Accelerator")
     option("--accelerate-config", type=Path, metavar="FILE", help="a file of `accelerate config`: ranks and plan")
     option("-m", "--module", action="store_true", help="run a module, as `python -m` does")
     option("--as-deepspeed", action="store_true", help="`import deepspeed` finds shardwise (docs/deepspeed.md)")
+    option("--as-horovod", action="store_true", help="`import horovod` finds shardwise (docs/horovod.md)")
     option("--num_gpus", type=int, metavar="N", help="with --as-deepspeed: the same as --nproc")
-    for name in _OF_SEVERAL_HOSTS:
-        option(f"--{name}", help=argparse.SUPPRESS)
+    option("--bind", choices=("cores", "none"), default="none", help="each rank on cores of its own (default: none)")
+    option("--devices", choices=("all", "one"), default="all", help="the GPUs that each rank sees (default: all)")
+    launch_places.add_arguments(parser)
     # PARSER is REMAINDER that wants at least one and leaves a "--" among the script's own alone
     option("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
 
@@ -57,30 +66,36 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     _read_as_deepspeed(args)
+    if args.profile is not None:
+        if not re.fullmatch(r"\d+:\d+(:.+)?", args.profile):
+            raise LaunchError(f"--profile {args.profile}: give the first and the last step, such as 10:12.")
+        os.environ["SHARDWISE_PROFILE"] = args.profile
     if args.accelerate_config is not None:
         _take_accelerate_config(args)
     if args.shardwise is not None and not args.shardwise.startswith("{"):
         load_plan(args.shardwise)
+    place = launch_places.place_of(args)
     job = _job(args, nproc=1 if args.nproc is None else args.nproc)
+    if place != "local":
+        if job.elastic is not None:
+            raise LaunchError("--elastic works for the ranks of this host. Leave out --where and its like.")
+        return launch_places.run_elsewhere(place, args, job)
     job.check()
     with launch.listen(job.port) as listener:  # both before torch is imported: a mistake is told at once
         num_gpus = launch.count_gpus()
         if args.nproc is None:
             job = _job(args, nproc=max(1, num_gpus))
+        bound = job.bindings(launch.device_kind())
         if args.dry_run:
-            print(describe(job, on_cpu=num_gpus == 0))
+            print(describe(job, on_cpu=num_gpus == 0, bound=bound))
             return 0
-        return launch.supervise(job, listener, on_cpu=num_gpus == 0)
+        if job.elastic is not None:
+            return launch.supervise_elastic(job, listener, on_cpu=num_gpus == 0, bound=bound)
+        return launch.supervise(job, listener, on_cpu=num_gpus == 0, bound=bound)
 
 
 def _read_as_deepspeed(args: argparse.Namespace) -> None:
     """What people type after `deepspeed`, as what they would type here."""
-    elsewhere = [name for name in _OF_SEVERAL_HOSTS if getattr(args, name) not in (None, "1")]
-    if elsewhere:
-        raise LaunchError(
-            f"--{elsewhere[0]} is about several hosts, and `shardwise launch` starts ranks on this one. Run torchrun "
-            f"on each host instead."
-        )
     if args.num_gpus is not None:
         if args.nproc not in (None, args.num_gpus):
             raise LaunchError(f"--num_gpus {args.num_gpus} and --nproc {args.nproc} are two counts. Give one of them.")
@@ -92,9 +107,13 @@ def _take_accelerate_config(args: argparse.Namespace) -> None:
     config = read_accelerate_config(args.accelerate_config)
     if args.shardwise is not None:
         config.not_understood.append(f"the plan {json.dumps(config.plan)}: --shardwise {args.shardwise} counts")
+        config.environment.pop("ACCELERATE_USE_DEEPSPEED", None)
+    elif config.names_deepspeed_config:
+        args.as_deepspeed = True
     for line in config.not_understood:
         print(f"shardwise: {args.accelerate_config}: not understood: {line}", file=sys.stderr)
-    args.shardwise = args.shardwise or json.dumps(config.plan)
+    if not config.names_deepspeed_config:
+        args.shardwise = args.shardwise or json.dumps(config.plan)
     args.nproc = args.nproc or config.nproc
     args.port = args.port or config.port
     os.environ.update(config.environment)
@@ -112,13 +131,35 @@ def _job(args: argparse.Namespace, nproc: int) -> Job:
         log_dir=args.log_dir,
         grace_seconds=args.timeout,
         run_by=_run_by(args),
+        binds_cores=args.bind == "cores",
+        shows_one_device=args.devices == "one",
+        elastic=_elastic(args),
     )
+
+
+def _elastic(args: argparse.Namespace) -> Elastic | None:
+    """What `--elastic` and `--retries` say."""
+    if args.elastic is None:
+        if args.retries is not None:
+            raise LaunchError("--retries is of elastic jobs. Give --elastic MIN:MAX too, or --max-restarts instead.")
+        return None
+    limits = re.fullmatch(r"(\d+):(\d+)", args.elastic)
+    if limits is None:
+        raise LaunchError(f"--elastic {args.elastic}: give the fewest and the most ranks, such as 2:8.")
+    retries = re.fullmatch(r"(\d+)(?::(\d+(?:\.\d+)?))?", "3:600" if args.retries is None else args.retries)
+    if retries is None:
+        raise LaunchError(f"--retries {args.retries}: give a number, and perhaps seconds, such as 3:600.")
+    return Elastic(int(limits[1]), int(limits[2]), int(retries[1]), float(retries[2] or 600))
 
 
 def _run_by(args: argparse.Namespace) -> tuple[str, ...]:
     """The module that runs the script, if it is not run as it is, and what that is told."""
     if args.as_deepspeed and args.shardwise is not None:
         raise LaunchError("--as-deepspeed takes its plan from the DeepSpeed config. Leave out --shardwise.")
+    if args.as_horovod and (args.as_deepspeed or args.shardwise is not None):
+        raise LaunchError("--as-horovod replicates the whole model, so there is no plan. Give it alone.")
+    if args.as_horovod:
+        return ("shardwise.integrations.horovod",)
     if args.as_deepspeed:
         return ("shardwise.integrations.deepspeed",)
     return () if args.shardwise is None else ("shardwise.integrations.run", "--plan", args.shardwise)

@@ -22,10 +22,14 @@ from shardwise.version import __version__
 
 VERBS = {
     "launch": ("shardwise.cli.launch", "run a training script, one process per rank"),
+    "deepspeed": ("shardwise.cli.deepspeed", "the same with DeepSpeed's own options, for its scripts"),
+    "horovodrun": ("shardwise.cli.horovodrun", "the same, as it is typed after Horovod's horovodrun"),
     "explain": ("shardwise.cli.explain", "print the table and the program that a plan becomes"),
     "bench": ("shardwise.cli.bench", "measure disks, memory and links; in a checkout, race the peers"),
     "inspect": ("shardwise.cli.inspect", "print what is in a checkpoint, whoever wrote it"),
     "convert": ("shardwise.cli.convert", "write a checkpoint in another format, or a DeepSpeed config as a plan"),
+    "top": ("shardwise.cli.top", "show how a run is doing, live: loss, throughput, memory, which rank is slow"),
+    "report": ("shardwise.cli.report", "write a run as one HTML page that needs no network"),
     "doctor": ("shardwise.cli.doctor", "check this machine, and say how to mend what is wrong"),
 }
 
@@ -84,7 +88,7 @@ def _run(arguments: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the nearest option where one is not known."""
+    """Names the nearest option, or choice, where one is not known."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         known, unknown = self.parse_known_args(args, namespace)
@@ -93,6 +97,11 @@ class _Parser(argparse.ArgumentParser):
             hint = f". {nearest(option, self._option_string_actions)}" if option else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(action, f"there is no {value!r}. {nearest(str(value), known)}")
 
 
 def _top_parser() -> argparse.ArgumentParser:

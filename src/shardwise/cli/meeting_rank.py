@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 
+from shardwise.listening import listen_at
+
 LOOPBACK = "127.0.0.1"
 NUM_RANKS = 2
 
@@ -33,7 +35,10 @@ def attend(rank: int, folder: Path, timeout: timedelta) -> int:
 
 
 def _open_store(note: Path, timeout: timedelta) -> TCPStore:
-    store = TCPStore(LOOPBACK, 0, NUM_RANKS, True, timeout, wait_for_workers=False)
+    listener = listen_at(LOOPBACK, 0)
+    port = listener.getsockname()[1]
+    descriptor = listener.detach()  # TCPStore itself would listen for everybody
+    store = TCPStore(LOOPBACK, port, NUM_RANKS, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
     draft = note.with_suffix(".draft")
     draft.write_text(str(store.port))
     draft.rename(note)

@@ -275,6 +275,8 @@ def _sent(explained: Explanation) -> str:
         said = format_bytes(subject.activation_bytes * num) if subject.batch else "besides what --batch would count"
         text += f", {said} of activations along tp"
     text = text if num == 1 else f"{text} in {num} micro-batches"
+    if explained.per_host:
+        text += f"; {format_bytes(max(explained.sent_by_hosts))} leave each host of {explained.per_host}"
     copied = explained.copied_bytes
     if any(copied.values()):
         text += f"; {format_bytes(copied.get('evict', 0))} to the host, {format_bytes(copied.get('fetch', 0))} from it"

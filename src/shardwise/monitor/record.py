@@ -1,13 +1,14 @@
 """The record of a run: one JSON object a line, written as things happen.
 
-    {"kind": "run", "started": "...", "world_size": 2, "plan": {...}, "versions": {...}}
+    {"kind": "run", "started": "...", "world_size": 2, "plan": {...}, "versions": {...}, "process": {...}}
     {"kind": "step", "step": 1, "loss": 5.54, ...}
     {"kind": "validation", "step": 50, "loss": 3.1}
     {"kind": "resume", "step": 50, "started": "...", "world_size": 4, ...}
+    {"kind": "end", "step": 90, "status": "failed", "error": "..."}
 
-Every line is flushed, so a killed run leaves all it did and at most one torn line at the end. `step` is
-the number of finished steps. A run that goes on from step 50 forgets what its dead predecessor did after
-step 50: those steps are taken again, and one step has one line.
+docs/seeing.md has all kinds of lines. Every line is flushed, so a killed run leaves all it did and at most one torn
+line at the end. `step` is the number of finished steps. A run that goes on from step 50 forgets what its dead
+predecessor did after step 50: those steps are taken again, and one step has one line.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import json
 import math
 import os
 import platform
+import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from shardwise.errors import ShardwiseError
 from shardwise.version import __version__
@@ -53,26 +58,30 @@ class RunRecord:
         fresh.write_text("".join(_text(line) for line in lines), encoding="utf-8")
         os.replace(fresh, path)
         self._file = path.open("a", encoding="utf-8")
+        self._writing = threading.Lock()
 
     @classmethod
-    def start(cls, path: str | Path, *, plan: Mapping[str, Any], world_size: int) -> RunRecord:
-        """A new record; one that is there already is replaced."""
-        return cls(Path(path), [_header("run", plan, world_size)])
+    def start(cls, path: str | Path, *, plan: Mapping[str, Any], world_size: int, **more: object) -> RunRecord:
+        """A new record; one that is there already is replaced. `more` stands in the header too."""
+        return cls(Path(path), [{**_header("run", plan, world_size), **more}])
 
     @classmethod
-    def resume(cls, path: str | Path, *, step: int, plan: Mapping[str, Any], world_size: int) -> RunRecord:
+    def resume(
+        cls, path: str | Path, *, step: int, plan: Mapping[str, Any], world_size: int, **more: object
+    ) -> RunRecord:
         """Go on after `step`: later lines of the dead run are dropped. A record that is missing is begun."""
         path = Path(path)
         if not path.exists():
-            return cls.start(path, plan=plan, world_size=world_size)
+            return cls.start(path, plan=plan, world_size=world_size, **more)
         old = read_record(path)
         kept = [line for line in old.lines if line["step"] <= step]
-        return cls(path, [old.header, *kept, {**_header("resume", plan, world_size), "step": step}])
+        return cls(path, [old.header, *kept, {**_header("resume", plan, world_size), **more, "step": step}])
 
     def write(self, kind: str, *, step: int, **values: object) -> None:
-        """One line, on disk for readers when this returns. Numbers that are not finite become null."""
-        self._file.write(_text({"kind": kind, "step": step, **values}))
-        self._file.flush()
+        """One line, on disk for readers when this returns. Numbers that are not finite become null. From any thread."""
+        with self._writing:
+            self._file.write(_text({"kind": kind, "step": step, **values}))
+            self._file.flush()
 
     def close(self) -> None:
         """May be called twice."""
@@ -112,16 +121,28 @@ def _header(kind: str, plan: Mapping[str, Any], world_size: int) -> Line:
         "world_size": world_size,
         "plan": dict(plan),
         "versions": versions,
+        "process": _this_process(),
     }
 
 
+def _this_process() -> dict[str, Any]:
+    """By what a reader knows whether the writer still lives: process numbers are used again."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "created": psutil.Process().create_time()}
+
+
 def _text(line: Line) -> str:
-    finite = {name: None if _not_finite(value) else value for name, value in line.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return json.dumps(_finite(line), allow_nan=False) + "\n"
 
 
-def _not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _finite(value: object) -> object:
+    """`value`, with null in the place of every number that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return value
 
 
 def _number(value: object) -> bool:

@@ -14,6 +14,8 @@ class Ledger:
     def __init__(self) -> None:
         self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.sent_bytes: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.crossed_bytes: defaultdict[tuple[str, str], int] = defaultdict(int)
+        """What this rank itself has put on the way to other hosts, be it its own or what it carries for neighbours."""
 
     def called(self, verb: str, axis: str) -> None:
         self.calls[verb, axis] += 1
@@ -21,9 +23,13 @@ class Ledger:
     def sent(self, verb: str, axis: str, num_bytes: int) -> None:
         self.sent_bytes[verb, axis] += num_bytes
 
+    def crossed(self, verb: str, axis: str, num_bytes: int) -> None:
+        self.crossed_bytes[verb, axis] += num_bytes
+
     def clear(self) -> None:
         self.calls.clear()
         self.sent_bytes.clear()
+        self.crossed_bytes.clear()
 
 
 class ByteMeter:

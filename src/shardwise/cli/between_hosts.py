@@ -1,0 +1,204 @@
+"""Several hosts before a job: whether each answers, is set up alike, and how fast bytes go between any two.
+
+Commands are run there by ssh, or by whatever else takes a host and a command (`--ssh "ssh -p 2222"`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.checks import Check
+from shardwise.units import format_bytes, format_seconds
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+SLOW_LINK = 100 * 2**20
+MUCH_SKEW_SECONDS = 1.0
+_CURES = {
+    "Permission denied": "Let this user in by key: ssh-copy-id HOST.",
+    "Host key verification failed": "Connect once by hand, or add the key to ~/.ssh/known_hosts.",
+    "Could not resolve": "The name is not known here; look at the spelling, at DNS, or at /etc/hosts.",
+    "Connection refused": "No sshd answers at that port; give another with --ssh 'ssh -p PORT'.",
+    "timed out": "It does not answer; is it up, and does a firewall let port 22 through?",
+    "No module named": "shardwise is not installed there, or in another environment: give --python PATH.",
+    "not found": "There is no such Python there: give --python PATH.",
+    "No such file": "There is no such Python there: give --python PATH.",
+}
+
+
+@dataclass(frozen=True)
+class Remote:
+    """How a command is run on a host: `shell` takes the host and the command, `python` is the one there."""
+
+    shell: tuple[str, ...]
+    python: str = sys.executable
+    timeout_seconds: float = 30.0
+
+    def start(self, host: str, *words: str) -> subprocess.Popen[str]:
+        """Run a module of this package there, found as this process finds it."""
+        here = str(Path(__file__).resolve().parents[2])
+        paths = [here, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        settings = ["env", f"PYTHONPATH={os.pathsep.join(paths)}", "OMP_NUM_THREADS=1"]
+        if "GLOO_SOCKET_IFNAME" in os.environ:
+            settings.append(f"GLOO_SOCKET_IFNAME={os.environ['GLOO_SOCKET_IFNAME']}")
+        command = shlex.join([*settings, self.python, "-m", *words])
+        call, pipe = [*self.shell, host, command], subprocess.PIPE
+        return subprocess.Popen(call, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one host said, or why it said nothing."""
+
+    host: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    trouble: str = ""
+
+
+def examine_hosts(hosts: Sequence[str], remote: Remote, folders: Sequence[str], port: int) -> Iterator[Check]:
+    """All that can be said about `hosts`, the first of which the others must be able to reach."""
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        probes = list(pool.map(lambda host: probe(host, remote, folders), hosts))
+    yield check_reachable(probes)
+    answered = [one for one in probes if not one.trouble]
+    if len(answered) > 1:
+        yield check_same_versions(answered)
+    if folders and answered:
+        yield check_folders(answered)
+    if len(answered) == len(hosts) > 1:
+        rows = measure_links(hosts, remote, port)
+        yield check_links(hosts, rows)
+        if not isinstance(rows, str):
+            yield check_skew(hosts, rows)
+
+
+def probe(host: str, remote: Remote, folders: Sequence[str]) -> Probe:
+    """Ask one host what it is."""
+    process = remote.start(host, "shardwise.cli.host_probe", *folders)
+    try:
+        said, complaint = process.communicate(timeout=remote.timeout_seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return Probe(host, trouble=f"timed out after {remote.timeout_seconds:.0f} s")
+    if process.returncode == 0:
+        try:
+            return Probe(host, json.loads(said.strip().splitlines()[-1]))
+        except (ValueError, IndexError):
+            complaint = f"it answered {said.strip()[:60]!r}"
+    words = complaint.strip().splitlines()
+    return Probe(host, trouble=words[-1] if words else f"the command ended with status {process.returncode}")
+
+
+def check_reachable(probes: Sequence[Probe]) -> Check:
+    """All that do not answer, at once."""
+    silent = [one for one in probes if one.trouble]
+    if not silent:
+        return Check("hosts", "ok", f"{', '.join(one.host for one in probes)} answer")
+    found = "; ".join(f"{one.host}: {one.trouble}" for one in silent)
+    cures = {cure for one in silent for words, cure in _CURES.items() if words in one.trouble}
+    return Check("hosts", "fail", found, " ".join(sorted(cures)) or "Try by hand: ssh HOST true.")
+
+
+def check_same_versions(probes: Sequence[Probe]) -> Check:
+    """Of Python by its first two numbers, of everything else exactly."""
+    names = list(dict.fromkeys(name for one in probes for name in one.facts["versions"]))
+    wrong = []
+    for name in names:
+        told = {one.host: str(one.facts["versions"].get(name, "missing")) for one in probes}
+        compared = {version.rpartition(".")[0] if name == "python" else version for version in told.values()}
+        if len(compared) > 1 or ("missing" in compared and name != "numpy"):
+            wrong.append(f"{name} is " + ", ".join(f"{version} on {host}" for host, version in told.items()))
+    if wrong:
+        cure = "Ranks of one job need the same of each; install the same everywhere, or use one image."
+        return Check("same versions", "fail", "; ".join(wrong), cure)
+    first = probes[0].facts["versions"]
+    return Check("same versions", "ok", ", ".join(f"{name} {version}" for name, version in first.items()))
+
+
+def check_folders(probes: Sequence[Probe]) -> Check:
+    """Folders that every host should have, such as a mount for checkpoints."""
+    missing = [
+        f"{folder} on {one.host}" for one in probes for folder, is_there in one.facts["folders"].items() if not is_there
+    ]
+    if missing:
+        return Check("folders", "fail", f"not there, or not writable: {', '.join(missing)}", "Mount it, or make it.")
+    return Check("folders", "ok", f"{', '.join(probes[0].facts['folders'])} on all hosts")
+
+
+def measure_links(hosts: Sequence[str], remote: Remote, port: int) -> list[dict[str, float]] | str:
+    """What `between_rank` has found for every pair; or what went wrong."""
+    address, num = hosts[0].rpartition("@")[2], str(len(hosts))
+    started = time.monotonic()
+    words = (num, address, str(port), str(remote.timeout_seconds))
+    processes = [remote.start(hosts[0], "shardwise.cli.between_rank", "0", *words)]
+    watch = threading.Timer(remote.timeout_seconds, _kill, (processes,))
+    watch.start()
+    try:
+        assert processes[0].stdout is not None
+        opened = processes[0].stdout.readline().split()
+        if len(opened) != 2 or opened[0] != "PORT":
+            return f"{hosts[0]}: {_last_words(processes[0])}"
+        for rank, host in enumerate(hosts[1:], start=1):
+            said = (str(rank), num, address, opened[1], str(remote.timeout_seconds))
+            processes.append(remote.start(host, "shardwise.cli.between_rank", *said))
+        result = processes[0].stdout.readline()
+        if result.startswith("RESULT "):
+            rows: list[dict[str, float]] = json.loads(result.removeprefix("RESULT "))
+            return rows
+        if time.monotonic() - started >= remote.timeout_seconds:
+            return f"no connection to {address}:{opened[1]} within {remote.timeout_seconds:.0f} s"
+        ended = [(host, one) for host, one in zip(hosts, processes, strict=True) if one.wait()]
+        return "; ".join(f"{host}: {_last_words(one)}" for host, one in ended)
+    finally:
+        watch.cancel()
+        _kill(processes)
+        for one in processes:
+            one.communicate()
+
+
+def _kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def _last_words(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    lines = process.stderr.read().strip().splitlines()
+    return lines[-1] if lines else f"it ended with status {process.wait()}"
+
+
+def check_links(hosts: Sequence[str], rows: list[dict[str, float]] | str) -> Check:
+    if isinstance(rows, str):
+        cure = "Ports between hosts may be blocked: give one that is open with --port, or GLOO_SOCKET_IFNAME."
+        return Check("between hosts", "fail", rows, cure)
+    said = [
+        f"{hosts[int(row['from'])]} to {hosts[int(row['to'])]} {format_bytes(row['rate'])}/s, "
+        f"{row['latency'] * 1e6:.0f} us"
+        for row in sorted(rows, key=lambda row: row["rate"])
+    ]
+    slowest = min(row["rate"] for row in rows)
+    if slowest < SLOW_LINK:
+        cure = "Slow for sharding over hosts; hsdp and hpz keep gathers inside of a host."
+        return Check("between hosts", "warn", "; ".join(said[:8]), cure)
+    return Check("between hosts", "ok", "; ".join(said[:8]))
+
+
+def check_skew(hosts: Sequence[str], rows: Sequence[dict[str, float]]) -> Check:
+    """How far the clocks of any two hosts differ."""
+    most = max(rows, key=lambda row: abs(row["skew"]))
+    found = f"at most {format_seconds(abs(most['skew']))}, {hosts[int(most['from'])]} and {hosts[int(most['to'])]}"
+    if abs(most["skew"]) > MUCH_SKEW_SECONDS:
+        cure = "The first failure may be told wrongly; run chrony or systemd-timesyncd on all hosts."
+        return Check("clock skew", "warn", found, cure)
+    return Check("clock skew", "ok", found)

@@ -1,0 +1,95 @@
+"""One host's part in measuring what lies between hosts: run there by `shardwise doctor --hosts`.
+
+    python -m shardwise.cli.between_rank RANK NUM ADDRESS PORT SECONDS
+
+Rank 0 lets the system pick a port where PORT is 0, and says `PORT n`; at the end it says `RESULT {...}`. Every pair of
+hosts in turn sends small messages back and forth, then large ones.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+
+from shardwise.listening import listen_at
+
+SMALL_TIMES, LARGE_TIMES, LARGE_BYTES = 20, 4, 8 * 2**20
+
+
+def measure(rank: int, num: int) -> list[dict[str, float]]:
+    """Of every pair: seconds one way of a small message, bytes a second of large ones, and how far clocks differ."""
+    rows = []
+    for first, second in combinations(range(num), 2):
+        dist.barrier()
+        if rank == first:
+            rows.append({"from": first, "to": second, **_ask(second)})
+        elif rank == second:
+            _answer(first)
+    return rows
+
+
+def _ask(other: int) -> dict[str, float]:
+    trips, skews = [], []
+    told = torch.zeros(1, dtype=torch.float64)
+    for _ in range(SMALL_TIMES):
+        sent = time.time()
+        dist.send(told, other)
+        dist.recv(told, other)
+        back = time.time()
+        trips.append(back - sent)
+        skews.append(told.item() - (sent + back) / 2)
+    skew = skews[trips.index(min(trips))]  # of the quickest trip, which leaves the least doubt
+    large = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
+    rates = []
+    for _ in range(LARGE_TIMES):
+        started = time.perf_counter()
+        dist.send(large, other)
+        dist.recv(told, other)
+        rates.append(LARGE_BYTES / (time.perf_counter() - started))
+    return {"latency": statistics.median(trips) / 2, "rate": max(rates), "skew": skew}
+
+
+def _answer(other: int) -> None:
+    told = torch.zeros(1, dtype=torch.float64)
+    for _ in range(SMALL_TIMES):
+        dist.recv(told, other)
+        told.fill_(time.time())
+        dist.send(told, other)
+    large = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
+    for _ in range(LARGE_TIMES):
+        dist.recv(large, other)
+        dist.send(told, other)
+
+
+def attend(rank: int, num: int, address: str, port: int, seconds: float, say: Callable[[str], None]) -> None:
+    timeout = timedelta(seconds=seconds)
+    if rank == 0:
+        listener = listen_at(address, port)
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()  # TCPStore itself would listen for everybody
+        store = TCPStore(address, port, num, True, timeout, wait_for_workers=False, master_listen_fd=descriptor)
+        say(f"PORT {port}")
+    else:
+        store = TCPStore(address, port, num, False, timeout, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num, timeout=timeout)
+    store.set(f"rows {rank}", json.dumps(measure(rank, num)))
+    dist.barrier()
+    if rank == 0:
+        rows = [row for other in range(num) for row in json.loads(store.get(f"rows {other}"))]
+        say(f"RESULT {json.dumps(rows)}")
+    dist.barrier()  # rank 0 holds the store
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    number, count, where, at, limit = sys.argv[1:]
+    attend(int(number), int(count), where, int(at), float(limit), lambda text: print(text, flush=True))

@@ -1,0 +1,45 @@
+"""`shardwise deepspeed`: a command line of DeepSpeed's launcher, with shardwise in the place of DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from shardwise import launch
+from shardwise.integrations.deepspeed.command_line import add_options, understood
+from shardwise.launch.job import Job, describe
+
+_RUN_BY = "shardwise.integrations.deepspeed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """DeepSpeed's own options, and ours for a look before anything starts."""
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job and return its exit status; raises `ShardwiseError` for a job that cannot start."""
+    num_devices = launch.count_gpus()
+    asked = understood(args, num_devices)
+    for note in asked.notes:
+        print(f"shardwise: of deepspeed's options: {note}", file=sys.stderr)
+    if asked.devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, asked.devices))
+    job = Job(
+        command=tuple(args.command),
+        nproc=asked.nproc or max(1, num_devices),
+        is_module=args.module,
+        port=args.master_port,
+        log_dir=None if args.enable_each_rank_log == "None" else Path(args.enable_each_rank_log),
+        run_by=(_RUN_BY,) if args.no_local_rank else (_RUN_BY, "--local-rank"),
+    )
+    job.check()
+    with launch.listen(job.port) as listener:
+        bound = job.bindings(launch.device_kind())
+        if args.dry_run:
+            print(describe(job, on_cpu=num_devices == 0, bound=bound))
+            return 0
+        return launch.supervise(job, listener, on_cpu=num_devices == 0, bound=bound)

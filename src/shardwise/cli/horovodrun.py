@@ -1,0 +1,42 @@
+"""`shardwise horovodrun`: what people type after `horovodrun`, on this host."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+
+from shardwise.cli import launch
+from shardwise.integrations.horovod.command import BUILD, add_horovodrun_arguments, understand
+
+add_arguments = add_horovodrun_arguments
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job and return its exit status; raises ShardwiseError for what cannot be meant here."""
+    if args.check_build:
+        print(BUILD.format(**_found()), end="")
+        return 0
+    understood = understand(args)
+    for note in understood.notes:
+        print(f"shardwise: {note}.", file=sys.stderr)
+    os.environ.update(understood.environment)
+    parser = argparse.ArgumentParser(prog="shardwise launch", allow_abbrev=False)
+    launch.add_arguments(parser)
+    if args.verbose:
+        print(f"shardwise launch {' '.join(understood.launch)}", file=sys.stderr)
+    return launch.run(parser.parse_args(understood.launch))
+
+
+def _found() -> dict[str, str]:
+    """An X for each framework that is installed."""
+    found = {name: importlib.util.find_spec(name) is not None for name in ("torch", "tensorflow", "keras", "jax")}
+    found["nccl"] = found["torch"] and _has_nccl()
+    return {name: "X" if there else " " for name, there in found.items()}
+
+
+def _has_nccl() -> bool:
+    import torch
+
+    return bool(torch.distributed.is_available() and torch.distributed.is_nccl_available())

@@ -1,0 +1,219 @@
+"""What doctor asks of the machine itself: limits, network, clock, disk, versions, and what dead jobs have left."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+DISK_BYTES = 32 * 2**20
+_LOCK = "launcher.lock"
+"""Of a launcher that lives: see [Note: folders of the dead] in launch/folder.py."""
+_UNSYNCHRONIZED = 0x40
+"""STA_UNSYNC of adjtimex(2)."""
+_WORKER = "shardwise.launch.worker"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface that is up; `megabits` is 0 where the driver does not say."""
+
+    name: str
+    address: str
+    megabits: int
+
+
+def interfaces() -> list[Interface]:
+    """Those that are up and have an IPv4 address, loopback included."""
+    stats = psutil.net_if_stats()
+    return [
+        Interface(name, one.address, stats[name].speed)
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family == socket.AF_INET and name in stats and stats[name].isup
+    ]
+
+
+def own_address() -> str:
+    """What this host's own name resolves to; empty if it does not."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def limits() -> dict[str, int]:
+    """Soft limits by name; -1 is none."""
+    asked = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC}
+    asked["locked memory"] = resource.RLIMIT_MEMLOCK
+    return {name: resource.getrlimit(limit)[0] for name, limit in asked.items()}
+
+
+def clock_is_kept() -> bool | None:
+    """Whether something keeps this clock with the world's; `None` where the kernel does not say."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        buffer = ctypes.create_string_buffer(512)  # struct timex, all zeros: only ask
+        state = libc.adjtimex(buffer)
+    except (AttributeError, OSError, TypeError):
+        return None
+    if state < 0:
+        return None
+    status = int.from_bytes(buffer.raw[40:44], "little") if ctypes.sizeof(ctypes.c_long) == 8 else 0
+    return not status & _UNSYNCHRONIZED
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """Bytes a second, to and from a folder, past the page cache as far as the system allows."""
+
+    write: float
+    read: float
+
+
+def disk_rates(folder: Path, num_bytes: int = DISK_BYTES) -> DiskRates:
+    """Write a file of `num_bytes` into `folder`, read it again, remove it. Raises `OSError` if that fails."""
+    block = os.urandom(2**20)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".shardwise-doctor-") as file:
+        started = time.perf_counter()
+        for _ in range(num_bytes // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        while file.read(len(block)):
+            pass
+        read = time.perf_counter()
+    return DiskRates(num_bytes / (written - started), num_bytes / (read - written))
+
+
+def driver_version(proc: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Of NVIDIA's kernel module; empty if there is none."""
+    try:
+        found = re.search(r"Kernel Module\D*(\d[\d.]+)", proc.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else "unknown"
+
+
+def mpi_version() -> str:
+    """The first line of `mpirun --version`; empty without one."""
+    found = shutil.which("mpirun")
+    if found is None:
+        return ""
+    try:
+        run = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return next(iter((run.stdout or run.stderr).strip().splitlines()), "")
+
+
+def conflicts(requirements: Iterable[str]) -> list[str]:
+    """What is installed, and not as `requirements` (such as `torch>=2.11`) ask, in words.
+
+    Of those with an extra only what is installed counts. What stands behind other marks than `extra` is left out.
+    """
+    wrong = []
+    for requirement in requirements:
+        wanted, _, mark = requirement.partition(";")
+        match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*\(?([^)]*)\)?", wanted)
+        if match is None or (mark and "extra" not in mark):
+            continue
+        name, bounds = match[1], match[2].strip()
+        try:
+            installed = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if not mark:
+                wrong.append(f"{name} is not installed")
+            continue
+        if not _fits(installed, bounds):
+            wrong.append(f"{name} is {installed}, and {bounds} is needed")
+    return wrong
+
+
+def _fits(version: str, bounds: str) -> bool:
+    """Of bounds `>=` and `<` alone; what else is asked is not judged."""
+    have = _numbers(version)
+    for bound in filter(None, map(str.strip, bounds.split(","))):
+        if bound.startswith(">=") and have < _numbers(bound[2:]):
+            return False
+        if re.match(r"<[^=]", bound) and have >= _numbers(bound[1:]):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """Of jobs that are over: folders of launchers, ranks without a launcher, shared memory of dead processes."""
+
+    folders: tuple[Path, ...] = ()
+    orphans: tuple[int, ...] = ()
+    shared: tuple[Path, ...] = ()
+    shared_bytes: int = 0
+
+
+def leftovers(temp: Path, shm: Path = Path("/dev/shm")) -> Leftovers:
+    """What of this user's jobs is still there."""
+    shared = [path for path in shm.glob("torch_*") if _is_ours(path) and _owner_is_gone(path)]
+    return Leftovers(
+        tuple(sorted(folder for folder in temp.glob("shardwise-*") if _is_dead(folder))),
+        tuple(_orphans()),
+        tuple(sorted(shared)),
+        sum(path.stat().st_size for path in shared if path.exists()),
+    )
+
+
+def _is_dead(folder: Path) -> bool:
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _owner_is_gone(path: Path) -> bool:
+    """torch calls its files `torch_PID_...`."""
+    number = path.name.split("_")[1] if path.name.count("_") >= 2 else ""
+    return number.isdigit() and not psutil.pid_exists(int(number))
+
+
+def _orphans() -> Iterable[int]:
+    """Ranks of `shardwise launch` whose launcher is gone; where the kernel ends them with it there are none."""
+    for process in psutil.process_iter(["pid", "ppid", "cmdline", "uids"]):
+        told = process.info
+        is_ours = told["uids"] is not None and told["uids"].real == os.getuid()
+        if is_ours and told["ppid"] == 1 and _WORKER in (told["cmdline"] or ()):
+            yield int(told["pid"])

@@ -1,0 +1,101 @@
+"""What is wrong, or unwise, about a plan on this machine, before a job finds out."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from shardwise.cli.checks import Check
+from shardwise.config import Plan, load_plan
+from shardwise.errors import ShardwiseError
+from shardwise.machine import TorchFacts
+from shardwise.placement import mesh_for, table_for
+
+FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")
+"""Of a processor's flags: what makes bf16 faster than fp32 there."""
+
+
+def lint(source: str, world_size: int, facts: TorchFacts, num_cores: int) -> list[Check]:
+    """Everything there is to say of the plan in `source`, for so many ranks on this machine; one `ok` if nothing."""
+    try:
+        plan = load_plan(source)
+        table_for(plan, mesh_for(plan, world_size))
+    except ShardwiseError as error:
+        return [Check("plan", "fail", str(error), "shardwise explain PLAN --world N shows what a plan means.")]
+    found = [*_of_ranks(world_size, facts, num_cores), *_of_numbers(plan, facts), *_of_files(plan)]
+    found += [*_of_compiling(plan, facts, os.environ)]
+    return found or [Check("plan", "ok", f"{source} on {world_size} ranks")]
+
+
+def _of_ranks(world_size: int, facts: TorchFacts, num_cores: int) -> Iterator[Check]:
+    if facts.gpus and world_size > len(facts.gpus):
+        found = f"{world_size} ranks, and {len(facts.gpus)} GPUs here"
+        yield Check("plan ranks", "warn", found, "On one host the ranks would compute on the CPU; give each a GPU.")
+    elif not facts.gpus and world_size > num_cores:
+        found = f"{world_size} ranks, and {num_cores} cores here"
+        yield Check("plan ranks", "warn", found, "Ranks of one host would take turns; start at most one for each core.")
+
+
+def _of_numbers(plan: Plan, facts: TorchFacts) -> Iterator[Check]:
+    if facts.gpus:
+        return
+    if plan.precision == "fp16":
+        cure = "On a CPU fp16 is slow, and overflows; take bf16 or fp32."
+        yield Check("plan precision", "warn", "fp16 without a GPU", cure)
+    flags = _cpu_flags()
+    if plan.precision == "bf16" and flags and not any(flag in flags for flag in FAST_BF16):
+        cure = "It halves memory and what is sent, but this processor computes in fp32 faster."
+        yield Check("plan precision", "warn", "bf16 on a processor without bf16 instructions", cure)
+
+
+def _of_files(plan: Plan) -> Iterator[Check]:
+    """Folders that the plan names, and packages of its trackers."""
+    trackers = importlib.import_module("shardwise.monitor.trackers")
+    try:
+        trackers.check_trackers(plan.trackers or {}, plan.run)
+    except ShardwiseError as error:
+        yield Check("plan trackers", "fail", str(error), "Install it, or leave the tracker out.")
+    if plan.profile.steps is not None and plan.profile.folder is None and plan.run is None:
+        yield Check("plan profile", "fail", "steps, but no folder for traces", "Give profile.folder, or run.")
+    for name, folder in (("run", plan.run), ("profile.folder", plan.profile.folder)):
+        if folder is not None and not _can_be_made(Path(folder)):
+            yield Check(f"plan {name}", "fail", f"{folder} cannot be written", "Name a folder of yours.")
+    for name, folder in (("disk", plan.disk), ("budget.disk", plan.budget.disk)):
+        if folder is not None:
+            yield from _of_disk(name, Path(folder))
+
+
+def _of_disk(name: str, folder: Path) -> Iterator[Check]:
+    if not _can_be_made(folder):
+        yield Check(f"plan {name}", "fail", f"{folder} cannot be written", "Name a folder on a disk of this machine.")
+        return
+    mounts = importlib.import_module("shardwise.tiers.mounts")
+    try:
+        told = mounts.check_local(folder)
+    except ShardwiseError as error:
+        yield Check(f"plan {name}", "fail", str(error), "Name a folder on a disk of this machine.")
+        return
+    if told is not None:
+        yield Check(f"plan {name}", "warn", told, "A local NVMe is what this is made for.")
+
+
+def _of_compiling(plan: Plan, facts: TorchFacts, environ: Mapping[str, str]) -> Iterator[Check]:
+    compiler = environ.get("CXX", "g++")
+    if plan.compile == "inductor" and not facts.gpus and shutil.which(compiler) is None:
+        yield Check("plan compile", "fail", f"inductor needs {compiler}", "Install a C++ compiler, or leave it out.")
+
+
+def _can_be_made(folder: Path) -> bool:
+    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return place.is_dir() and os.access(place, os.W_OK)
+
+
+def _cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), set())

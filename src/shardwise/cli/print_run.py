@@ -1,0 +1,98 @@
+"""A run on a terminal: one page, printed once or again and again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.monitor.run_view import RunView, most_of_all_ranks
+from shardwise.units import format_bytes, format_count, format_seconds
+
+COLOURS = {"running": "green", "ended": "blue", "failed": "red", "crashed": "red", "silent": "yellow"}
+BARS = "▁▂▃▄▅▆▇█"
+NUM_BARS = 60
+MOST_RANKS = 32
+"""Of more, the slow ones are shown, and as many others as there is room for."""
+MOST_NOTES = 5
+
+
+def page(view: RunView) -> RenderableType:
+    """Everything about a run that fits on a screen."""
+    return Group(*_parts(view))
+
+
+def _parts(view: RunView) -> Iterator[RenderableType]:
+    yield Text.assemble((str(view.folder), "bold"), "  ", (view.said, COLOURS[view.status]))
+    start = view.last_start
+    mesh = " x ".join(f"{axis}={size}" for axis, size in view.mesh.items())
+    model, device = start.get("model", ""), start.get("device", "")
+    told = [model, f"{start['plan'].get('preset', '')} on {mesh or start['world_size']}", device]
+    yield Text("  ".join(str(word) for word in told if word), style="dim")
+    if view.steps:
+        yield _figures(view)
+        losses = [line["loss"] for line in view.steps if isinstance(line.get("loss"), int | float)]
+        yield Text(f"loss  {sparkline(losses)}  {losses[0]:.3f} to {losses[-1]:.3f}") if losses else Text("")
+    else:
+        yield Text("no step has been logged yet")
+    if view.ranks():
+        yield _ranks(view)
+    if view.memory():
+        yield _memory(view.memory())
+    for note in view.notes[-MOST_NOTES:]:
+        yield Text(f"rank {note.rank}, {note.level}: {note.text}", style="red" if note.level == "error" else "yellow")
+
+
+def sparkline(values: Sequence[float], width: int = NUM_BARS) -> str:
+    """The course of `values` in a line of bars, each the mean of as many as fall together."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [len(values) * place // width for place in range(width + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+    least, span = min(means), max(means) - min(means)
+    return "".join(BARS[round((value - least) / span * (len(BARS) - 1)) if span else 0] for value in means)
+
+
+def _figures(view: RunView) -> Text:
+    last, rate = view.steps[-1], view.throughput()
+    figures = [f"step {last['step']}"]
+    figures += [f"{name} {last[name]:.4g}" for name in ("loss", "norm", "lr") if last.get(name) is not None]
+    if rate is not None:
+        figures.append(f"{format_count(rate[0]) if rate[0] >= 10 else f'{rate[0]:.2f}'} {rate[1]}/s")
+    if view.seconds_per_step:
+        figures.append(f"{format_seconds(view.seconds_per_step)} a step")
+    checked = view.latest("validation")
+    if checked is not None and checked.get("loss") is not None:
+        figures.append(f"validation {checked['loss']:.4g} at step {checked['step']}")
+    return Text("   ".join(figures))
+
+
+def _ranks(view: RunView) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title="ranks, a step", title_justify="left")
+    for name in ("rank", "computing", "waiting", "between", "process", ""):
+        table.add_column(name, justify="left" if not name else "right")
+    verdicts = view.verdicts()
+    order = sorted(verdicts, key=lambda one: (not one.is_slow, one.rank))[:MOST_RANKS]
+    for verdict in sorted(order, key=lambda one: one.rank):
+        row = view.ranks()[verdict.rank]
+        times = (format_seconds(row[name]) for name in ("computing", "waiting", "idle"))
+        style = "red" if verdict.is_slow else ""
+        table.add_row(str(verdict.rank), *times, format_bytes(row["process"]), verdict.words, style=style)
+    if len(verdicts) > len(order):
+        table.add_row("", "", "", "", "", f"and {len(verdicts) - len(order)} more, none of them slow")
+    return table
+
+
+def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Of each tier and kind the rank that has most, and what it was promised."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title="memory, the largest rank", title_justify="left")
+    for name in ("tier", "kind", "promised", "measured"):
+        table.add_column(name, justify="right" if name in ("promised", "measured") else "left")
+    for tier, kind, promised, measured in most_of_all_ranks(rows):
+        table.add_row(tier, kind, format_bytes(promised), format_bytes(measured))
+    return table

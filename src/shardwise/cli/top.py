@@ -1,0 +1,49 @@
+"""`shardwise top RUN`: how a run is doing, live: loss, throughput, memory, and which rank is slow."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from rich.console import Console
+from rich.live import Live
+
+from shardwise.cli.print_run import page
+from shardwise.monitor.run_view import as_json, read_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of the run, as its plan has it, or its record")
+    parser.add_argument("--once", action="store_true", help="print once, and end")
+    parser.add_argument("--json", action="store_true", help="print once, as JSON")
+    parser.add_argument(
+        "--every", type=float, default=1.0, metavar="SECONDS", help="between two looks at the files (default: 1)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the run until it is over, or until Ctrl-C; 1 if it failed or crashed."""
+    view = read_run(args.run)
+    if args.json:
+        print(as_json(view))
+        return _status(view.status)
+    console = Console()
+    if args.once or not console.is_terminal:
+        console.print(page(view))
+        return _status(view.status)
+    return _status(follow(args.run, max(0.1, args.every), console))
+
+
+def follow(run: str, every_seconds: float, console: Console) -> str:
+    """Show the run again and again until it is over; how it is then."""
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            view = read_run(run)
+            live.update(page(view), refresh=True)
+            if view.status != "running":
+                return view.status
+            time.sleep(every_seconds)
+
+
+def _status(status: str) -> int:
+    return int(status in ("failed", "crashed"))

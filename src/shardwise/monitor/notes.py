@@ -1,0 +1,72 @@
+"""What ranks have to say of a run besides numbers: who is late, and what went wrong.
+
+Each rank writes a file of its own, and only when there is something to say. So the fault that the other ranks saw is
+there even where the rank that writes the record was the one that died.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LOGGER = "shardwise"
+
+
+@dataclass(frozen=True)
+class Note:
+    """`time` is in seconds since the epoch; `level` is `warning` or `error`."""
+
+    time: float
+    rank: int
+    level: str
+    text: str
+
+
+class Notes(logging.Handler):
+    """Writes down what this rank's library logs as a warning, and what `error` is told."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(logging.WARNING)
+        self.rank = rank
+        self._path = folder / f"notes-rank-{rank}.jsonl"
+        logging.getLogger(LOGGER).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """From the thread that logs, which is the watch's."""
+        self._write("warning", record.getMessage())
+
+    def error(self, error: BaseException) -> None:
+        """What ended the run on this rank."""
+        self._write("error", f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        logging.getLogger(LOGGER).removeHandler(self)
+        super().close()
+
+    def _write(self, level: str, text: str) -> None:
+        line = {"time": time.time(), "rank": self.rank, "level": level, "text": text}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError:
+            pass  # a note that cannot be kept must not end the run, or hide the error that it is about
+
+
+def read_notes(folder: Path) -> list[Note]:
+    """The notes of all ranks in the order of time. Lines that are torn or of somebody else are left out."""
+    found = [note for path in folder.glob("notes-rank-*.jsonl") for note in _in_file(path)]
+    return sorted(found, key=lambda note: note.time)
+
+
+def _in_file(path: Path) -> Iterator[Note]:
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+            yield Note(float(line["time"]), int(line["rank"]), str(line["level"]), str(line["text"]))
+        except (ValueError, KeyError, TypeError):
+            continue

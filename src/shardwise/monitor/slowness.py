@@ -1,0 +1,148 @@
+"""Which rank is slow, why, and who waits for it: from how each spent its steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SLOW = 1.1
+"""A rank is slow if it is busy for so many times the median."""
+MUCH_WAITING = 0.1
+"""Of a step: what is worth a word."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one rank: whether the others wait for it, and a few words on what it does."""
+
+    rank: int
+    is_slow: bool
+    words: str
+
+
+def judge(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int], factor: float = SLOW) -> list[Verdict]:
+    """Rank by rank, from the rows of a `ranks` line and the axes of the mesh with their sizes, outermost first.
+
+    Ranks that are early wait for those that are late, so the slow one is who waits least: it is busy for longer than
+    the median, with its model or with what lies between steps (data, logging, checkpoints). What even the slowest waits
+    is the messages themselves. `factor` times the median is slow.
+    """
+    busy = [row["computing"] + row["idle"] for row in rows]
+    median = statistics.median(busy)
+    late = {rank for rank, seconds in enumerate(busy) if len(rows) > 1 and seconds > factor * max(median, 1e-9)}
+    if len(rows) == 2 and not late and max(busy) > factor * min(busy):
+        late = {busy.index(max(busy))}
+    return [
+        Verdict(rank, rank in late, _reason(rank, rows) if rank in late else _waits(rank, rows, busy, mesh))
+        for rank in range(len(rows))
+    ]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was slow over a window: a rank, or with `rank` None the links along an axis."""
+
+    rank: int | None
+    words: str
+
+
+class SlowWindow:
+    """Finds out, while a job runs, who is slow: over at least `seconds`, by at least `factor`.
+
+    All ranks are told the same, so all find the same, and nothing is sent for it. Ranks that have more samples than
+    others may take longer in proportion.
+    """
+
+    def __init__(self, factor: float, seconds: float, mesh: Mapping[str, int]) -> None:
+        self._factor = factor
+        self._seconds = seconds
+        self._mesh = dict(mesh)
+        self._rows: list[dict[str, Any]] = []
+        self._num_steps = 0
+        self._least_waited: dict[str, float] = {}
+
+    def add(self, rows: Sequence[Mapping[str, Any]], weights: Sequence[float], num_steps: int) -> list[Finding]:
+        """How each rank has spent the last `num_steps`, in seconds: `seconds`, `computing`, `idle`, `waited` by axis.
+        What was found, if a window ends here."""
+        if len(rows) != len(self._rows):
+            self._begin(len(rows))
+        self._num_steps += num_steps
+        for mine, row, weight in zip(self._rows, rows, weights, strict=True):
+            mine["seconds"] += row["seconds"]
+            mine["computing"] += row["computing"] / weight if weight else 0.0
+            mine["idle"] += row["idle"]
+            for axis, waited in row["waited"].items():
+                mine["waited"][axis] = mine["waited"].get(axis, 0.0) + waited
+        if not self._rows or self._rows[0]["seconds"] < self._seconds:
+            return []
+        steps, rows = max(1, self._num_steps), [_each(row, self._num_steps) for row in self._rows]
+        self._begin(len(rows))
+        found = [
+            Finding(verdict.rank, f"rank {verdict.rank} is {verdict.words}, over {steps} steps")
+            for verdict in judge(rows, self._mesh, self._factor)
+            if verdict.is_slow
+        ]
+        return found or self._slow_links(rows)
+
+    def _begin(self, num_ranks: int) -> None:
+        self._rows = [{"seconds": 0.0, "computing": 0.0, "idle": 0.0, "waited": {}} for _ in range(num_ranks)]
+        self._num_steps = 0
+
+    def _slow_links(self, rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
+        """Where even the rank that waits least waits for longer than it did in the best window so far."""
+        found = []
+        for axis in sorted({axis for row in rows for axis in row["waited"]}):
+            waited = min(row["waited"].get(axis, 0.0) for row in rows)
+            least = self._least_waited.get(axis, waited)
+            if waited > self._factor * least and waited - least > MUCH_WAITING * rows[0]["seconds"]:
+                times = f"{waited / least:.1f} times as long as before" if least > 0 else "and took nothing before"
+                found.append(Finding(None, f"messages along {axis} take {waited * 1e3:.0f} ms of a step, {times}"))
+            self._least_waited[axis] = min(least, waited)
+        return found
+
+
+def _each(row: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
+    """Of one step, on the mean."""
+    steps = max(1, num_steps)
+    waited = {axis: seconds / steps for axis, seconds in row["waited"].items()}
+    one = {name: row[name] / steps for name in ("seconds", "computing", "idle")}
+    return {**one, "waited": waited, "waiting": sum(waited.values())}
+
+
+def _reason(rank: int, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of a slow rank: in what it differs most from the others."""
+    row = rows[rank]
+    others = [other for number, other in enumerate(rows) if number != rank]
+    excess = {name: row[name] - statistics.median(other[name] for other in others) for name in ("computing", "idle")}
+    name = max(excess, key=lambda one: excess[one])
+    usual = row[name] - excess[name]
+    times = f"{row[name] / usual:.1f} times as long as others" if usual > 0.01 * row["seconds"] else "others hardly do"
+    what = "computes" if name == "computing" else "is between steps (data, logging, saving)"
+    return f"slow: {what} {times}"
+
+
+def _waits(rank: int, rows: Sequence[Mapping[str, Any]], busy: Sequence[float], mesh: Mapping[str, int]) -> str:
+    row = rows[rank]
+    share = row["waiting"] / row["seconds"] if row["seconds"] > 0 else 0.0
+    if share < MUCH_WAITING or not row["waited"]:
+        return "computes" if row["computing"] >= row["idle"] else "between steps (data, logging, saving)"
+    axis = max(row["waited"], key=lambda one: row["waited"][one])
+    group = _along(rank, axis, mesh, len(rows))
+    slowest = max(group, key=lambda one: busy[one])
+    along = f" along {axis}" if axis in mesh else ""
+    if slowest == rank or busy[slowest] < SLOW * busy[rank]:
+        return f"waits {share:.0%} of a step for messages{along}"
+    return f"waits {share:.0%} of a step for rank {slowest}{along}"
+
+
+def _along(rank: int, axis: str, mesh: Mapping[str, int], num_ranks: int) -> list[int]:
+    """The ranks on the line along `axis` through `rank`; all, for what all ranks of the world do."""
+    sizes = list(mesh.values())
+    if axis not in mesh or math.prod(sizes) != num_ranks:
+        return list(range(num_ranks))
+    stride = math.prod(sizes[list(mesh).index(axis) + 1 :])
+    first = rank - rank // stride % mesh[axis] * stride
+    return list(range(first, first + mesh[axis] * stride, stride))

@@ -1,0 +1,75 @@
+"""Where the host's time goes: into computing, into waiting for other ranks, into what lies between computations."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Lap:
+    """Seconds since the lap before. `waited` is by the axis of the ranks that were waited for."""
+
+    seconds: float
+    idle: float
+    waited: dict[str, float]
+
+    @property
+    def waiting(self) -> float:
+        return sum(self.waited.values())
+
+    @property
+    def computing(self) -> float:
+        """The rest: forward, loss, backward and update, and what goes on beside them."""
+        return max(0.0, self.seconds - self.idle - self.waiting)
+
+
+class StepClock:
+    """One for each rank, written by the thread that computes.
+
+    Between a backward or an update and the next forward or update the rank is idle, as far as the model goes: it reads
+    data, logs or saves. Waiting in between counts as waiting. Under an accelerator these are times of the host, which
+    runs ahead of the device.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._waited: defaultdict[str, float] = defaultdict(float)
+        self._total_waited = 0.0
+        self._idle = 0.0
+        self._lap_began = self._resting_since = now()
+        self._waited_at_rest = 0.0
+        self._rests = True
+
+    def wait(self, axis: str, seconds: float) -> None:
+        """So long was waited for ranks along `axis`."""
+        self._waited[axis] += seconds
+        self._total_waited += seconds
+
+    def work(self) -> None:
+        """The model computes from here."""
+        if self._rests:
+            self._count_rest()
+            self._rests = False
+
+    def rest(self) -> None:
+        """It does not from here on."""
+        self._count_rest()
+        self._rests = True
+
+    def lap(self) -> Lap:
+        """What has come together since the last call."""
+        self._count_rest()
+        now = self._now()
+        lap = Lap(now - self._lap_began, self._idle, dict(self._waited))
+        self._lap_began, self._idle = now, 0.0
+        self._waited.clear()
+        return lap
+
+    def _count_rest(self) -> None:
+        now = self._now()
+        if self._rests:
+            self._idle += max(0.0, now - self._resting_since - (self._total_waited - self._waited_at_rest))
+        self._resting_since, self._waited_at_rest = now, self._total_waited

@@ -1,0 +1,170 @@
+"""Ranks on hosts that are namespaces of this machine: what crosses their links, and what happens when one breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from benchmarks.namespaces import Hosts, obstacle
+
+pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.timeout(400)]
+NUM_LOCAL = 2
+JOIN = """
+    import json, os, pathlib, sys, time, torch, shardwise as sw
+    torch.set_num_threads(1)
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*[torch.nn.Linear(160, 160) for _ in range(4)])
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+COMPARE = """
+    world = sw.World.join()
+    torch.manual_seed(1)
+    batches = torch.randn(3, 4, 4, 160)
+    statistics = pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes")
+    found = {}
+    for preset in ("ddp", "zero1", "zero3", "hsdp", "hpz"):
+        plain, cut = model(), model()
+        optimizer = sgd(plain)
+        engine = sw.shard(cut, preset, optimizer=sgd(cut), world=world)
+        ledger = world.collectives(torch.device("cpu")).ledger
+        for number, batch in enumerate(batches):
+            plain(batch.flatten(0, 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == len(batches) - 1:
+                world.barrier()
+                before, told = int(statistics.read_text()), sum(ledger.crossed_bytes.values())
+                world.barrier()
+            engine.backward(engine(batch[world.rank]).square().mean())
+            engine.step()
+        world.barrier()
+        sent, told = int(statistics.read_text()) - before, sum(ledger.crossed_bytes.values()) - told
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(engine.get(name), parameter.detach(), rtol=1e-5, atol=1e-6)
+        program = engine._sharded.runner.programs.program
+        found[preset] = sent, told, program.sent_by_hosts(engine.mesh, world.local_size)
+        engine.close()
+    pathlib.Path(f"found{world.rank}").write_text(json.dumps(found))
+    world.close()
+"""
+TRAIN = """
+    import logging
+    logging.basicConfig(level=logging.WARNING)
+    world = sw.World.join(timeout_seconds=float(sys.argv[1]), patience_seconds=1)
+    cut = model()
+    engine = sw.shard(cut, "zero3", optimizer=sgd(cut), world=world)
+    batch, stop = torch.randn(4, 160), pathlib.Path("stop")
+    for number in range(100_000):
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+        pathlib.Path(f"step{world.rank}").write_text(str(number))
+        time.sleep(0.02)
+        if world.any_rank(stop.exists()):
+            print("rank", world.rank, "is through", flush=True)
+            break
+    world.close()
+"""
+
+
+class Job:
+    """A script on all ranks of two hosts, in a folder that both see."""
+
+    def __init__(self, hosts: Hosts, folder: Path, text: str, *arguments: str) -> None:
+        self.hosts, self.folder = hosts, folder
+        (folder / "job.py").write_text(textwrap.dedent(JOIN) + textwrap.dedent(text))
+        paths = os.pathsep.join([str(Path(shardwise.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = [sys.executable, str(folder / "job.py"), *arguments]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for host in range(hosts.num_hosts):
+            with (folder / f"log{host}").open("wb") as log:
+                self.processes.append(
+                    hosts.start(host, command, variables, num_ranks=NUM_LOCAL, out=log.fileno(), folder=folder)
+                )
+
+    def said(self, host: int) -> str:
+        return (self.folder / f"log{host}").read_text()
+
+    def step(self, rank: int = 0) -> int:
+        text = (self.folder / f"step{rank}").read_text() if (self.folder / f"step{rank}").exists() else ""
+        return int(text or -1)
+
+    def wait_for_step(self, number: int, rank: int = 0) -> None:
+        deadline = time.monotonic() + 120
+        while self.step(rank) < number:
+            assert all(process.poll() is None for process in self.processes), self.said(0) + self.said(1)
+            assert time.monotonic() < deadline, self.said(0) + self.said(1)
+            time.sleep(0.05)
+
+    def end(self, *hosts: int, seconds: float = 120) -> list[int]:
+        return [self.processes[host].wait(seconds) for host in hosts or range(len(self.processes))]
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as made:
+        yield made
+
+
+def test_one_copy_crosses_and_training_is_the_plain_model_s(hosts: Hosts, tmp_path: Path) -> None:
+    """By the interface's counters: what the program says, and not much beside it."""
+    job = Job(hosts, tmp_path, COMPARE)
+    assert job.end(seconds=240) == [0, 0], job.said(0) + job.said(1)
+    found = [json.loads((tmp_path / f"found{rank}").read_text()) for rank in range(2 * NUM_LOCAL)]
+    for preset, (sent, _, promised) in found[0].items():
+        told = sum(found[rank][preset][1] for rank in range(NUM_LOCAL))
+        assert promised[0] <= told < promised[0] + 4_000, preset  # barriers, too
+        assert told < sent < 1.06 * told + 60_000, preset
+    whole = 4 * (160 * 160 + 160) * 4
+    assert found[0]["ddp"][0] < 1.2 * whole  # a ring of four sends half as much again
+    assert found[0]["zero3"][0] < 1.7 * whole
+
+
+def test_a_cable_that_is_out_for_seconds_ends_nothing(hosts: Hosts, tmp_path: Path) -> None:
+    """Whoever is waited for is told meanwhile, and then all go on."""
+    job = Job(hosts, tmp_path, TRAIN, "60")
+    job.wait_for_step(5)
+    hosts.link(1, "down")
+    time.sleep(6)
+    stuck = job.step()
+    time.sleep(1)
+    assert job.step() == stuck
+    hosts.link(1, "up")
+    job.wait_for_step(stuck + 5)
+    (tmp_path / "stop").write_text("")
+    assert job.end() == [0, 0], job.said(0) + job.said(1)
+    assert job.said(0).count("is through") == job.said(1).count("is through") == NUM_LOCAL
+    assert "has not been heard of" in job.said(0)
+    assert "(ranks 2 and 3), which is down or cut off" in job.said(0)
+
+
+def test_a_cable_that_is_out_for_good_ends_both_sides_in_time(hosts: Hosts, tmp_path: Path) -> None:
+    job = Job(hosts, tmp_path, TRAIN, "10")
+    job.wait_for_step(5)
+    hosts.link(1, "down")
+    started = time.monotonic()
+    assert job.end(seconds=60) == [1, 1]
+    assert 9 < time.monotonic() - started < 45
+    assert "Timeout of 10 s" in job.said(0)
+    assert "nothing is heard of host-1 (ranks 2 and 3), which is down or cut off" in job.said(0)
+    assert re.search(r"Timeout of 10 s: rank [23] .*the store is gone", job.said(1)), job.said(1)
+
+
+def test_a_host_that_vanishes_is_named_with_its_ranks(hosts: Hosts, tmp_path: Path) -> None:
+    job = Job(hosts, tmp_path, TRAIN, "600")
+    job.wait_for_step(5)
+    hosts.kill(1)
+    assert job.end(0, seconds=60) == [1]
+    assert "Ranks 2 and 3, all that were on host-1, are gone without a word" in job.said(0)

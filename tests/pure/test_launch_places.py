@@ -1,0 +1,427 @@
+"""What would run where, for every place: nothing is started, nobody is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.cli.main import main
+from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch.cores import bindings, parse_cores, share_cores
+from shardwise.launch.hosts.problems import connection_problem, contradictions, letter
+from shardwise.launch.hosts.wire import Inbox, outcome_as_message, outcome_from, packed
+from shardwise.launch.job import Job
+from shardwise.launch.outcome import Outcome
+from shardwise.launch.places.forwarding import forwarded
+from shardwise.launch.places.hosts import Host, choose, expand, parse_host_file, parse_hosts, shares
+from shardwise.launch.places.k8s import PodRequest, plan_k8s
+from shardwise.launch.places.mpi import family_of, plan_mpi
+from shardwise.launch.places.slurm import SlurmRequest, plan_sbatch, plan_srun, seconds_of
+from shardwise.launch.places.ssh import SshSettings, plan_ssh
+
+JOB = Job(("train.py", "--lr", "1"), nproc=2, python="/opt/python")
+
+
+class TestHosts:
+    def test_lists_and_files_of_all_peers(self) -> None:
+        named = [Host("gpu1", 4), Host("gpu2", 2, user="me"), Host("gpu3")]
+        assert parse_hosts("gpu1:4, me@gpu2:2,gpu3") == named
+        text = "# ours\ngpu1 slots=4  # big\n\nme@gpu2:2\ngpu3\n"
+        assert parse_host_file(text, "hosts") == named
+        assert parse_hosts("[fe80::1]:2") == [Host("fe80::1", 2)]
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("a slots=two", "line 1: 'slots=two' is not understood"),
+            ("a\nb slots=0", "line 2: a host has at least one slot"),
+            ("a:2\na slots=2", "a is named twice"),
+            ("-oProxyCommand=evil", "is not a host"),
+            ("me@-oProxyCommand=evil:2", "is not a host"),
+            ("-me@a", "is not a host"),
+            ("a;rm", "is not a host"),
+            ("# nobody", "there is no host in it"),
+        ],
+    )
+    def test_what_is_no_host(self, text: str, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            parse_host_file(text, "hosts")
+
+    def test_include_and_exclude_as_deepspeed_has_them(self) -> None:
+        hosts = parse_hosts("a:4,b:4,c:4")
+        assert choose(hosts, include="b@c:0,2") == [Host("b", 4), Host("c", 2, devices=(0, 2))]
+        assert choose(hosts, exclude="a@b:0,1") == [Host("b", 2, devices=(2, 3)), Host("c", 4)]
+        assert choose(hosts, exclude="a:0,1,2,3") == hosts[1:]
+        assert choose(hosts) == hosts
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"include": "a", "exclude": "b"}, "two ways to say the same"),
+            ({"include": "aa"}, "names 'aa', which is none of the hosts. Did you mean 'a'"),
+            ({"include": "a:9"}, "a has slots 0 to 3"),
+            ({"include": "a:x"}, "after the colon come slots"),
+            ({"exclude": "a@b"}, "leaves no host"),
+        ],
+    )
+    def test_what_cannot_be_chosen(self, options: dict[str, str], words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            choose(parse_hosts("a:4,b:4"), **options)
+
+    def test_ranks_are_consecutive(self) -> None:
+        split = shares(parse_hosts("a:2,b:1,c:3"))
+        assert [list(share.ranks) for share in split] == [[0, 1], [2], [3, 4, 5]]
+        assert [share.num_ranks for share in shares(parse_hosts("a,b:4"), nproc=3)] == [3, 3]
+        with pytest.raises(ConfigError, match="how many ranks are to run on b"):
+            shares(parse_hosts("a:2,b"))
+        with pytest.raises(ConfigError, match="more than the 2 slots of a"):
+            shares(parse_hosts("a:2"), nproc=3)
+
+    def test_host_names_of_slurm(self) -> None:
+        assert expand("gpu[007-009,12],login") == ["gpu007", "gpu008", "gpu009", "gpu12", "login"]
+        assert expand("r[1-2]n[08-09]-ib") == ["r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib"]
+        assert expand("") == []
+        for wrong in ("gpu[1-", "gpu[a-b]"):
+            with pytest.raises(ConfigError, match="The host list"):
+                expand(wrong)
+
+
+class TestForwarding:
+    def test_by_name_value_and_beginning(self) -> None:
+        env = {"NCCL_DEBUG": "INFO", "HOME": "/root", "MINE": "1", "MY_A": "2", "SHARDWISE_LAUNCHER_PID": "7"}
+        assert forwarded(env) == {"NCCL_DEBUG": "INFO"}
+        assert forwarded(env, ["MINE", "NEW=a=b"], ["MY_"]) == {
+            "MINE": "1",
+            "MY_A": "2",
+            "NCCL_DEBUG": "INFO",
+            "NEW": "a=b",
+        }
+        with pytest.raises(ConfigError, match="there is no such variable here"):
+            forwarded(env, ["ABSENT"])
+        with pytest.raises(ConfigError, match="is not a name of a variable"):
+            forwarded(env, ["A B=1"])
+
+
+class TestSsh:
+    def test_a_plan_shows_who_runs_where_and_no_values(self) -> None:
+        settings = SshSettings("/shared/run", port=2222, copies=True, python_path="/a b")
+        plan = plan_ssh(JOB, shares(parse_hosts("a:2,me@b:1")), settings, {"HF_TOKEN": "secret"})
+        text = plan.text()
+        assert "ranks 0 to 1 on a:" in text
+        assert "rank 2 on me@b:" in text
+        assert "with the variables HF_TOKEN" in text
+        assert "secret" not in text
+        command = plan.connection(plan.shares[1])
+        assert command[:2] == ["ssh", "-T"]
+        assert {"BatchMode=yes", "ControlMaster=no"} <= set(command)
+        assert command[-2] == "me@b"
+        assert shlex.split(command[-1])[1:] == ["env", "PYTHONPATH=/a b", "/opt/python", "-m", "shardwise.launch.hosts"]
+        assert plan.copy(plan.shares[1])[-2:] == ["./", "me@b:/shared/run/"]
+        with pytest.raises(ConfigError, match="need a path from the root"):
+            plan_ssh(JOB, plan.shares, SshSettings("here"), {})
+
+
+class TestMpi:
+    def test_both_families(self) -> None:
+        split = shares(parse_hosts("a:2,b:2"))
+        environment = {"HF_TOKEN": "secret"}
+        opened = plan_mpi(JOB, split, "openmpi", environment, bind="cores")
+        assert shlex.join(opened.command) == (
+            "mpirun -np 4 --host a:2,b:2 --bind-to core -x HF_TOKEN -x OMP_NUM_THREADS "
+            "-x SHARDWISE_STOPS_BY_USR1 /opt/python train.py --lr 1"
+        )
+        assert opened.environment == {"HF_TOKEN": "secret", "OMP_NUM_THREADS": "1", "SHARDWISE_STOPS_BY_USR1": "1"}
+        hydra = plan_mpi(JOB, split, "mpich", {}, directory="/run", arguments=["-l"])
+        assert shlex.join(hydra.command) == (
+            "mpirun -np 4 -hosts a:2,b:2 -bind-to none -genvlist OMP_NUM_THREADS -wdir /run -l "
+            "/opt/python train.py --lr 1"
+        )
+        intel = plan_mpi(JOB, split, "intel", {})
+        assert "-hosts a,b -ppn 2 -genv I_MPI_PIN 0" in shlex.join(intel.command)
+        with pytest.raises(ConfigError, match="the same number of ranks"):
+            plan_mpi(JOB, shares(parse_hosts("a:2,b:1")), "intel", {})
+
+    def test_whose_it_is(self) -> None:
+        assert family_of("mpirun (Open MPI) 5.0.8\n") == "openmpi"
+        assert family_of("mpirun (PRRTE) 3.0\n") == "openmpi"
+        assert family_of("HYDRA build details:\n    Version: 4.3") == "mpich"
+        assert family_of("Intel(R) MPI Library for Linux* OS, Version 2021.16") == "intel"
+        with pytest.raises(LaunchError, match="it says 'fake 1'"):
+            family_of("fake 1\n")
+
+
+class TestSlurm:
+    def test_the_script_is_one_that_bash_and_sbatch_take(self) -> None:
+        request = SlurmRequest(nodes=2, name="my job", time="1:00:00", gpus_per_node=4, arguments=("--partition=gpu",))
+        script = plan_sbatch(JOB, request, {"HF_TOKEN": "secret"}, "/a b", "logs").script
+        assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+        header = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+        assert script.startswith("#!/bin/bash\n#SBATCH ")
+        assert "#SBATCH --nodes=2" in header
+        assert "#SBATCH --ntasks-per-node=2" in header
+        assert "#SBATCH --chdir='/a b'" in header
+        assert "#SBATCH --signal=B:USR1@120" in header
+        assert "#SBATCH --export=ALL,HF_TOKEN" in header
+        assert "secret" not in script
+        assert 'scontrol requeue "$SLURM_JOB_ID"' in script
+        assert "--output=logs/%x-%j-rank-%t.log" in script
+        assert "/opt/python train.py --lr 1 &" in script
+        alone = plan_sbatch(JOB, SlurmRequest(requeue=False), {}, "/run").script
+        assert "scontrol" not in alone
+        assert "#SBATCH --no-requeue" in alone
+
+    def test_a_step_of_an_allocation(self) -> None:
+        plan = plan_srun(JOB, SlurmRequest(), {}, {"SLURM_JOB_NODELIST": "n[1-2]"})
+        assert plan.text().splitlines()[:2] == ["ranks 0 to 1 on n1", "ranks 2 to 3 on n2"]
+        assert plan.command[:4] == ("srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2")
+
+    @pytest.mark.parametrize(
+        ("time", "seconds"), [("30", 1800), ("2:30", 150), ("1:00:00", 3600), ("1-12", 129600), ("1-0:1:2", 86462)]
+    )
+    def test_times(self, time: str, seconds: int) -> None:
+        assert seconds_of(time) == seconds
+
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"time": "soon"}, "is not a time of Slurm's"),
+            ({"time": "2"}, "is all of the time"),
+            ({"nodes": 0}, "at least one"),
+            ({"arguments": ("x\n#SBATCH -n 9",)}, "is not an option of sbatch"),
+            ({"name": "a\nrm"}, "is not a name"),
+        ],
+    )
+    def test_what_cannot_be_asked(self, fields: dict[str, Any], words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            plan_sbatch(JOB, SlurmRequest(**fields), {}, "/run")
+
+
+class TestKubernetes:
+    @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+    def test_manifests_read_back(self, kind: str) -> None:
+        request = PodRequest("image:1", nodes=2, kind=kind, name="train", gpus_per_node=8, queue="q")
+        plan = plan_k8s(JOB, request, {"A": "b"})
+        assert tuple(yaml.safe_load_all(plan.text())) == plan.manifests
+        assert plan.manifests[-1]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+        assert "nvidia.com/gpu: '8'" in plan.text()
+
+    def test_pods_find_the_first(self) -> None:
+        service, job = plan_k8s(JOB, PodRequest("image", nodes=3, name="t"), {}).manifests
+        pod = job["spec"]["template"]["spec"]
+        assert service["metadata"]["name"] == pod["subdomain"] == "t"
+        assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": "t"}
+        assert service["spec"]["clusterIP"] == "None"
+        command = pod["containers"][0]["command"]
+        assert command[:5] == [
+            "torchrun",
+            "--nnodes=3",
+            "--nproc-per-node=2",
+            "--node-rank=$(JOB_COMPLETION_INDEX)",
+            "--master-addr=t-0.t",
+        ]
+        assert job["spec"]["completions"] == job["spec"]["parallelism"] == 3
+        (whole,) = plan_k8s(Job(("a.py",), 1, max_restarts=2), PodRequest("i", kind="jobset", name="t"), {}).manifests
+        assert whole["spec"]["failurePolicy"] == {"maxRestarts": 2}
+        assert "--master-addr=t-hosts-0-0.t" in yaml.safe_dump(whole)
+
+    def test_what_looks_like_a_variable_stays(self) -> None:
+        job = Job(("a.py", "$(HOME)"), 1, run_by=("shardwise.integrations.run", "--plan", "zero3"))
+        command = plan_k8s(job, PodRequest("i"), {}).manifests[1]["spec"]["template"]["spec"]["containers"][0][
+            "command"
+        ]
+        assert command[-6:] == ["-m", "shardwise.integrations.run", "--plan", "zero3", "a.py", "$$(HOME)"]
+
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"image": ""}, "needs --image"),
+            ({"name": "My_Job"}, "is not a name of Kubernetes'"),
+            ({"claims": {"a": "data"}}, "begins with a slash"),
+            ({"kind": "trainjob", "secrets": ("s",)}, "from its runtime"),
+        ],
+    )
+    def test_what_cannot_be_asked(self, fields: dict[str, Any], words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            plan_k8s(JOB, PodRequest(**{"image": "i"} | fields), {})
+
+
+class TestBinding:
+    @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), num_ranks=st.integers(1, 12))
+    def test_every_core_is_one_ranks(self, sizes: list[int], num_ranks: int) -> None:
+        numbers = iter(range(sum(sizes)))
+        nodes = [[next(numbers) for _ in range(size)] for size in sizes]
+        if num_ranks > sum(sizes):
+            with pytest.raises(ConfigError, match="ranks are to run on"):
+                share_cores(nodes, num_ranks)
+            return
+        parts = share_cores(nodes, num_ranks)
+        assert len(parts) == num_ranks
+        assert all(parts)
+        assert [core for part in parts for core in part] == list(range(sum(sizes)))
+        if len(set(sizes)) == 1 and num_ranks % len(sizes) == 0:
+            assert all(any(set(part) <= set(node) for node in nodes) for part in parts)
+
+    def test_one_device_each(self) -> None:
+        assert parse_cores("0-2,8\n") == [0, 1, 2, 8]
+        assert bindings(2, {}, kind="cuda") == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+        shown = bindings(2, {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}, kind="cuda", nodes=[[0, 1]])
+        assert shown[1] == {"CUDA_VISIBLE_DEVICES": "GPU-7", "SHARDWISE_CORES": "1"}
+        with pytest.raises(ConfigError, match="shows 1 devices, fewer than ranks"):
+            bindings(2, {"CUDA_VISIBLE_DEVICES": "5"}, kind="cuda")
+        with pytest.raises(ConfigError, match="is not known"):
+            bindings(1, {}, kind="tpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--where ssh", "needs hosts"),
+        ("--hosts a:1 --hostfile f", "both name the hosts"),
+        ("--hostfile absent", "cannot be read: No such file"),
+        ("--nodes 2", "--nodes is about other hosts than this one"),
+        ("--where local --hosts a:1", "--hosts is about other hosts"),
+        ("--hosts a:1 --image i", "--image means nothing with --where ssh; it is for k8s"),
+        ("--hosts a:1,b:1 --nodes 3", "--nodes is 3, and 2 hosts are named"),
+        ("--where mpi --mpi mpich", "How many ranks?"),
+        ('--hosts a:1 --launcher-args "\'"', "is not a command line"),
+        ("--hosts a:1 --identity absent", "there is no such file"),
+    ],
+)
+def test_the_command_line_refuses(
+    options: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["launch", *shlex.split(options), "--dry-run", "train.py"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_dry_runs_ask_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No tool of any place is found, and no script; the command line's options come out in the plans."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    told = {}
+    for name, options in {
+        "ssh": "--hostfile hosts --exclude b:0 --env A=1",
+        "mpi": "--where mpi --mpi openmpi --hosts a:2 --python /opt/python",
+        "slurm": "--where slurm --nodes 2 --nproc 4 --name big --launcher-args=--qos=high",
+        "k8s": "--where k8s --image i --nodes 2 --env A=1 --claim data:/data --secret s",
+    }.items():
+        assert main(["launch", *options.split(), "--dry-run", "My_train.py", "--lr", "1"]) == 0
+        told[name] = capsys.readouterr().out
+    assert "rank 2 on b, devices 1:" in told["ssh"]
+    assert "/opt/python My_train.py --lr 1" in told["mpi"]
+    assert "#SBATCH --qos=high" in told["slurm"]
+    assert "#SBATCH --job-name=big" in told["slurm"]
+    job = list(yaml.safe_load_all(told["k8s"]))[1]
+    container = job["spec"]["template"]["spec"]["containers"][0]
+    assert job["metadata"]["name"] == "my-train"
+    assert {"name": "A", "value": "1"} in container["env"]
+    assert container["envFrom"] == [{"secretRef": {"name": "s"}}]
+    assert "NCCL" not in json.dumps(container["env"])
+
+
+class TestConnections:
+    @pytest.mark.parametrize(
+        ("status", "said", "words"),
+        [
+            (255, "ssh: Could not resolve hostname gpu9: Name or service not known", "its name is not known"),
+            (255, "ssh: connect to host a port 22: Connection refused", "nothing answers at its ssh port"),
+            (255, "ssh: connect to host a port 22: Connection timed out", "it does not answer"),
+            (255, "ssh: connect to host a port 22: No route to host", "there is no route"),
+            (255, "Host key verification failed.", "its host key is not the one that is known"),
+            (255, "me@a: Permission denied (publickey).", "it refuses the key"),
+            (255, "something new.", "ssh failed: something new"),
+            (127, "sh: 1: exec: /opt/python: not found", "there is no /opt/python"),
+            (1, "/opt/python: No module named shardwise", "has no shardwise of this version there"),
+            (1, "Traceback\nMemoryError", "ended with status 1: MemoryError"),
+            (None, "", "its shell began"),
+        ],
+    )
+    def test_why_a_host_did_not_answer(self, status: int | None, said: str, words: str) -> None:
+        assert words in connection_problem(status, said, "/opt/python")
+
+    def test_versions_and_the_letter(self) -> None:
+        found = {
+            "a": {"shardwise": "1", "torch": "2.13.0+cpu"},
+            "b": {"shardwise": "1", "torch": "2.13.0+cu130"},
+            "c": {"shardwise": "2", "torch": "2.13.0"},
+            "d": {"shardwise": "1", "torch": "2.11.0"},
+            "e": {"shardwise": "1", "torch": ""},
+        }
+        problems = contradictions(found, "1")
+        assert list(problems) == ["c", "d", "e"]
+        assert letter({"a": "it is off", "b": "no key?", "c": "it is off"}) == (
+            "Nothing was started.\na, c: it is off.\nb: no key?"
+        )
+        assert letter({"a": "it is off"}) == "a: it is off. Nothing was started."
+
+    def test_messages_among_what_a_shell_prints(self) -> None:
+        reading, writing = os.pipe()
+        inbox = Inbox(reading)
+        first, second = packed({"do": "reach", "address": "\n\x1e", "port": 1}), packed({"do": "bye"})
+        os.write(writing, b"Welcome!\n" + first + second[:4])
+        assert inbox.take(1) == [{"do": "reach", "address": "\n\x1e", "port": 1}]
+        os.write(writing, second[4:] + b"\x1enot JSON\n\x1e[1]\n" + packed({"do": "dance"}))
+        assert inbox.take(1) == [{"do": "bye"}]
+        os.close(writing)
+        assert inbox.take(1) == []
+        assert inbox.closed
+        os.close(reading)
+
+    def test_outcomes_come_through_with_the_clock_set_right(self) -> None:
+        outcome = Outcome(3, 1, signal.SIGTERM, 100.0, "E", "T", True, sent_at=101.0, blames=(1, 2))
+        told = json.loads(json.dumps(outcome_as_message(outcome)))
+        assert outcome_from(told, 10.0) == replace(outcome, time=90.0, sent_at=91.0)
+        unsent = Outcome(3, 0, None, 100.0)
+        assert outcome_from(json.loads(json.dumps(outcome_as_message(unsent))), 0.0) == unsent
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--hosts a:1", "There is no ssh on this machine. Install OpenSSH's client."),
+        (
+            "--hosts a:1 --rsync --chdir /there",
+            "a: there is no rsync on this machine; install it, or leave --rsync out",
+        ),
+        ("--where mpi --nproc 2", "There is no mpirun here. Install an MPI"),
+        ("--where mpi --nproc 2 --mpi mpich", "mpirun could not be started: No such file or directory."),
+        ("--where slurm", "There is no sbatch here. Run this on a login node of a Slurm cluster"),
+    ],
+)
+def test_tools_that_are_absent(
+    options: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence, before anything starts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    (tmp_path / "train.py").touch()
+    assert main(["launch", *shlex.split(options), "train.py"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_would_be_sent_without_rsync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "train.py").touch()
+    assert main(["launch", "--hosts", "a:1", "--rsync", "--dry-run", "train.py"]) == 0
+    assert "what would be sent is not known: there is no rsync on this machine" in capsys.readouterr().out

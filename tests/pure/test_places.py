@@ -1,0 +1,137 @@
+"""Which rank a process is, by the variables of whoever started it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.places import address_of, first_host, place_of
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_RANK": "5",
+}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "5",
+    "MV2_COMM_WORLD_SIZE": "8",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "1234",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("env", "name", "is_mpi"),
+    [
+        (TORCHRUN, "torchrun", False),
+        (OPEN_MPI, "Open MPI", True),
+        (MVAPICH, "MVAPICH", True),
+        (HYDRA, "Hydra (MPICH, Intel MPI)", True),
+        (SLURM, "Slurm", False),
+    ],
+)
+def test_each_launcher_says_where_a_process_is(env: dict[str, str], name: str, is_mpi: bool) -> None:
+    place = place_of(env)
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (5, 8, 1, 4)
+    assert place.launcher is not None
+    assert (place.launcher.name, place.is_mpi) == (name, is_mpi)
+
+
+def test_a_process_that_nobody_started_is_alone() -> None:
+    for env in ({}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}):
+        place = place_of(env)
+        assert (place.rank, place.size, place.launcher) == (0, 1, None)
+
+
+def test_pmix_and_pmi_alone() -> None:
+    place = place_of({"PMIX_RANK": "3"})
+    assert (place.rank, place.size, place.is_mpi) == (3, None, True)
+    place = place_of({"PMI_RANK": "3", "PMI_SIZE": "4"})
+    assert (place.rank, place.size, place.is_mpi) == (3, 4, True)
+
+
+def test_launchers_within_launchers() -> None:
+    """The inner one counts, as far as one is known to be within the other."""
+    inherited = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+    for env in (OPEN_MPI, HYDRA):
+        assert place_of(inherited | env).rank == 5
+        assert place_of(TORCHRUN | env).launcher is place_of(TORCHRUN).launcher
+        inner = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2"}
+        assert place_of(env | inner).size == 2
+        assert place_of(env | {"WORLD_SIZE": "1"}).size == 1  # each is meant to be alone
+    assert place_of(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"}).is_mpi is False
+    assert place_of(SLURM | {"RANK": "0", "WORLD_SIZE": "2"}).size == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (
+            OPEN_MPI | {"RANK": "2", "WORLD_SIZE": "8"},
+            "two different ranks: RANK=2 of WORLD_SIZE=8 by torchrun's variables, and OMPI_COMM_WORLD_RANK=5 of "
+            "OMPI_COMM_WORLD_SIZE=8 by those of mpirun",
+        ),
+        (
+            OPEN_MPI | HYDRA | {"PMI_RANK": "1"},
+            "two different ranks: OMPI_COMM_WORLD_RANK=5 .* PMI_RANK=1 of PMI_SIZE=8",
+        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "8"}, "OMPI_COMM_WORLD_RANK=8 is not within OMPI_COMM_WORLD_SIZE=8"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 is not within WORLD_SIZE=4"),
+        ({"PMI_RANK": "one", "PMI_SIZE": "4"}, "PMI_RANK='one' is not a number"),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_RANK=1 is set.* but OMPI_COMM_WORLD_SIZE is not"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4 says that mpirun starts several .* train alone"),
+        ({"PMI_SIZE": "4"}, "PMI_SIZE=4 says that mpiexec starts several"),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "SLURM_NTASKS=4 says that srun .*SLURM_STEP_ID is not set"),
+    ],
+)
+def test_what_makes_no_sense_is_told_by_name(env: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        place_of(env)
+    if "WORLD_SIZE" not in env:
+        assert place_of(env | {"WORLD_SIZE": "1"}).size == 1
+
+
+def test_addresses() -> None:
+    place = place_of(SLURM)
+    host, port = address_of(SLURM, place)
+    assert host == "gpu007"
+    assert 20_000 <= port < 30_000
+    assert address_of(SLURM | {"SLURM_STEP_ID": "1"}, place)[1] != port
+    assert address_of(SLURM | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}, place) == ("a", 7)
+    assert address_of(TORCHRUN, place_of(TORCHRUN)) == ("127.0.0.1", 29500)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("", ""),
+        ("login", "login"),
+        ("a1,b2", "a1"),
+        ("gpu[007-009,12],login", "gpu007"),
+        ("r[1-2]n[3,4]", "r1n3"),
+        ("r[3,1]-ib,x", "r3-ib"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(("node", "tasks"), [("0", 4), ("1", 4), ("2", 1)])
+def test_tasks_of_a_slurm_node(node: str, tasks: int) -> None:
+    env = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),1", "SLURM_NODEID": node}
+    assert place_of(env).local_size == tasks

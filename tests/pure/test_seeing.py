@@ -1,0 +1,297 @@
+"""Seeing a run: where a step's time goes, what a reader makes of a record, and the pages that show it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shardwise.cli.main import main
+from shardwise.cli.print_run import sparkline
+from shardwise.cli.top import follow
+from shardwise.monitor import RunRecord
+from shardwise.monitor.charts import thinned, ticks
+from shardwise.monitor.html_report import html_report
+from shardwise.monitor.run_view import read_run
+from shardwise.monitor.slowness import judge
+from shardwise.telemetry import StepClock, write_trace
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestStepClock:
+    def test_a_step_is_computing_waiting_and_what_lies_between(self) -> None:
+        now = Clock()
+        clock = StepClock(now)
+        now.now += 1  # data
+        clock.work()
+        now.now += 2  # forward, of which half a second waits
+        clock.wait("dp", 0.5)
+        now.now += 3  # backward
+        clock.rest()
+        now.now += 0.25  # between
+        clock.work()
+        now.now += 1  # update
+        clock.rest()
+        now.now += 4  # a barrier, while nothing computes
+        clock.wait("world", 4)
+        now.now += 0.5  # logging
+        lap = clock.lap()
+        assert lap.seconds == 11.75
+        assert lap.idle == 1 + 0.25 + 0.5
+        assert lap.waited == {"dp": 0.5, "world": 4}
+        assert lap.waiting == 4.5
+        assert lap.computing == 5.5
+
+    def test_laps_follow_each_other_without_a_gap(self) -> None:
+        now = Clock()
+        clock = StepClock(now)
+        clock.work()
+        now.now += 1
+        clock.lap()
+        now.now += 2  # still computing
+        clock.rest()
+        now.now += 1
+        second = clock.lap()
+        now.now += 5
+        third = clock.lap()
+        assert (second.seconds, second.computing, second.idle) == (3, 2, 1)
+        assert (third.seconds, third.computing, third.idle, third.waited) == (5, 0, 5, {})
+
+    def test_asked_twice_it_says_the_same(self) -> None:
+        now = Clock()
+        clock = StepClock(now)
+        for _ in range(2):
+            clock.rest()
+            now.now += 1
+        clock.work()
+        clock.work()
+        now.now += 1
+        assert clock.lap().idle == pytest.approx(2)
+
+
+PLAN = {"preset": "zero3", "run": "here"}
+
+
+def rows(*busy: tuple[float, float, float]) -> list[dict[str, Any]]:
+    """Of each rank its seconds computing, idle and waiting along dp."""
+    return [
+        {
+            "seconds": sum(one),
+            "computing": one[0],
+            "idle": one[1],
+            "waiting": one[2],
+            "waited": {"dp": one[2]},
+            "process": 2**28,
+            "process_peak": 2**29,
+        }
+        for one in busy
+    ]
+
+
+@pytest.mark.parametrize(
+    ("times", "mesh", "slow", "words"),
+    [
+        (((1, 0, 1), (2, 0, 0), (1, 0, 1)), {"dp": 3}, [1], "waits 50% of a step for rank 1 along dp"),
+        (((1, 0.1, 2), (1, 2, 0.1), (1, 0.1, 2)), {"dp": 3}, [1], "waits 65% of a step for rank 1 along dp"),
+        (((1, 0, 0.5), (1, 0, 0.5)), {"dp": 2}, [], "waits 33% of a step for messages along dp"),
+        (((1, 0, 0.01), (1, 0, 0.01)), {"dp": 2}, [], "computes"),
+        (((0.1, 1, 0),), {}, [], "between steps (data, logging, saving)"),
+        # rank 0 is along dp with rank 2, which is as fast; the slow one is along tp
+        (((1, 0, 1), (2, 0, 0), (1, 0, 1), (1, 0, 1)), {"dp": 2, "tp": 2}, [1], "waits 50% of a step for messages"),
+    ],
+)
+def test_who_is_slow_and_who_waits(
+    times: tuple[tuple[float, float, float], ...], mesh: dict[str, int], slow: list[int], words: str
+) -> None:
+    verdicts = judge(rows(*times), mesh)
+    assert [one.rank for one in verdicts if one.is_slow] == slow
+    assert verdicts[0].words.startswith(words)
+    if slow:
+        why = "computes 2.0 times" if times[1][0] == 2 else "is between steps (data, logging, saving) 20.0 times"
+        assert verdicts[1].words == f"slow: {why} as long as others"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Of a process that is not there any more; one that lives, where a test says so."""
+    folder = tmp_path / "run"
+    with RunRecord.start(folder / "record.jsonl", plan=PLAN, world_size=2, mesh={"dp": 2}, model="GPT") as record:
+        for step in range(1, 41):
+            record.write("step", step=step, loss=4 / step, seconds=0.5, tokens_per_second=2e3, norm=1.0, lr=0.1)
+        record.write("validation", step=40, loss=0.2)
+        record.write("ranks", step=40, ranks=rows((0.1, 0, 0.4), (0.5, 0, 0)))
+        kinds = {"device": {"param": 4096}, "host": {"optim": 2**20}, "disk": {}}
+        record.write("memory", step=40, ranks=[{"promised": kinds, "measured": kinds, "replicated": {}}] * 2)
+    return folder
+
+
+def rewrite(run: Path, **process: object) -> None:
+    path = run / "record.jsonl"
+    first, _, rest = path.read_text().partition("\n")
+    path.write_text(json.dumps({**json.loads(first), "process": process}) + "\n" + rest)
+
+
+def shown(run: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    status = main(["top", str(run), "--once", *options])
+    return status, " ".join(capsys.readouterr().out.split())
+
+
+class TestTop:
+    def test_a_run_that_lives(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """This process wrote it, and is there."""
+        status, text = shown(run, capsys)
+        assert status == 0
+        for said in ("running", "step 40", "loss 0.1", "2.0 K tokens/s", "validation 0.2", "slow: computes 5.0 times"):
+            assert said in text
+        assert "1.0 MiB" in text
+        assert "for rank 1" in text
+
+    def test_one_whose_process_is_gone(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        rewrite(run, host=socket.gethostname(), pid=os.getpid(), created=1.0)  # the number is another's now
+        status, text = shown(run, capsys)
+        assert status == 1
+        assert "crashed after step 40" in text
+
+    def test_one_on_another_host(self, run: Path) -> None:
+        rewrite(run, host="elsewhere", pid=1, created=1.0)
+        view = read_run(run)
+        view.lines[-1]["time"] = view.now - 30
+        assert view.status == "running"
+        view.now += 100
+        assert view.status == "silent"
+        assert "rank 0 is on another host" in view.said
+
+    def test_one_that_failed_and_what_others_saw(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with (run / "record.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": "end", "step": 40, "status": "failed", "error": "ValueError: bad"}) + "\n")
+        note = {"time": 1.0, "rank": 1, "level": "error", "text": "FaultError: [rank 0] raised"}
+        (run / "notes-rank-1.jsonl").write_text(json.dumps(note) + '\n{"torn')
+        status, text = shown(run, capsys)
+        assert status == 1
+        assert "failed after step 40: ValueError: bad" in text
+        assert "rank 1, error: FaultError: [rank 0] raised" in text
+        state = json.loads(shown(run, capsys, "--json")[1])
+        assert (state["status"], state["step"], state["ranks"][1]["slow"]) == ("failed", 40, True)
+
+    def test_one_that_went_on(self, run: Path) -> None:
+        """What its dead predecessor said of its end is not its own."""
+        with (run / "record.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": "end", "step": 40, "status": "failed", "error": "x"}) + "\n")
+        with RunRecord.resume(run / "record.jsonl", step=40, plan=PLAN, world_size=4) as record:
+            assert read_run(run).status == "running"
+            record.write("end", step=40, status="ended")
+        assert read_run(run).said == "ended after step 40"
+
+    def test_no_run_is_a_sentence_with_those_below(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["top", str(run.parent)]) == 2
+        assert f"There are runs in {run}" in capsys.readouterr().err
+        assert main(["report", str(run / "nowhere")]) == 2
+        assert "the folder that the plan has as run" in capsys.readouterr().err
+
+    def test_live_until_it_is_over(self, run: Path) -> None:
+        screen = io.StringIO()
+        ended = threading.Timer(0.3, rewrite, [run], {"host": socket.gethostname(), "pid": os.getpid(), "created": 1.0})
+        ended.start()
+        assert follow(str(run), 0.1, Console(file=screen, force_terminal=True, width=120)) == "crashed"
+        assert "running" in screen.getvalue()
+        assert screen.getvalue().index("running") < screen.getvalue().rindex("crashed")
+
+    def test_a_course_in_bars(self) -> None:
+        assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+        assert sparkline([3.0]) == "▁"
+        assert len(sparkline([float(value) for value in range(1000)])) == 60
+
+
+class _Page(HTMLParser):
+    """Every tag has its end, and nothing is loaded from anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+class TestReport:
+    def test_a_page_has_it_all_and_needs_nothing(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        trace = [
+            {"ph": "X", "cat": "host", "name": "gather h.0 param", "ts": 5.0, "dur": 10.0, "args": {}},
+            {"ph": "b", "cat": "units", "name": "forward h.0", "id": "1", "ts": 7.0},
+            {"ph": "e", "cat": "units", "name": "forward h.0", "id": "1", "ts": 17.0},
+        ]
+        write_trace(run / "timeline.json", [trace, trace])
+        (run / "program.txt").write_text("before forward h.0\n    gather <h.0>\n")
+        assert main(["report", str(run)]) == 0
+        assert capsys.readouterr().out.strip() == str(run / "report.html")
+        page = _Page()
+        page.feed((run / "report.html").read_text())
+        assert page.open == []
+        assert page.loads == ["data:,"]
+        assert "script" not in page.tags
+        assert page.tags.count("svg") == 8  # loss, throughput, seconds, norm, lr, ranks, memory, timeline
+        for said in ("validation", "forward h.0: 0.010 ms, from 0.002 ms", "gather <h.0>", "slow: computes 5.0 times"):
+            assert said in page.text
+        assert '"preset": "zero3"' in page.text
+
+    def test_what_a_stranger_wrote_is_text(self, run: Path) -> None:
+        evil = "<script>alert(1)</script><img src=http://x.invalid/>"
+        note = {"time": 1.0, "rank": 1, "level": evil, "text": evil}
+        (run / "notes-rank-1.jsonl").write_text(json.dumps(note) + "\n")
+        (run / "program.txt").write_text(evil)
+        (run / "timeline.json").write_text(f'{{"traceEvents": "{evil}"}}')
+        view = read_run(run)
+        view.header |= {"model": evil, "device": evil, "mesh": {evil: 2}, "versions": {evil: evil}}
+        view.lines.append({"kind": "end", "step": 40, "status": "failed", "error": evil})
+        page = _Page()
+        page.feed(html_report(view))
+        assert not {"script", "img"} & set(page.tags)
+        assert page.loads == ["data:,"]
+        assert page.text.count(evil) >= 4
+
+    def test_a_run_that_has_hardly_begun_has_a_page(self, tmp_path: Path) -> None:
+        RunRecord.start(tmp_path / "record.jsonl", plan=PLAN, world_size=1).close()
+        assert "running" in html_report(read_run(tmp_path))
+        with RunRecord.start(tmp_path / "record.jsonl", plan=PLAN, world_size=1) as record:
+            record.write("step", step=1, loss=float("nan"))
+            record.write("step", step=2, loss=2.0)
+        assert "circle" in html_report(read_run(tmp_path))
+
+    @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.2, 17.9), (1e-9, 2e-9), (1e6, 5e6)])
+    def test_ticks_are_few_round_and_inside(self, low: float, high: float) -> None:
+        marks = ticks(low, high)
+        assert 2 <= len(marks) <= 6
+        assert all(low <= mark <= high for mark in marks)
+
+    def test_many_points_become_few_means(self) -> None:
+        points = [(float(step), 1.0 if step % 2 else 3.0) for step in range(6000)]
+        few = thinned(points)
+        assert len(few) == 600
+        assert {y for _, y in few} == {2.0}

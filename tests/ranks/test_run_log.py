@@ -1,0 +1,220 @@
+"""What an engine tells of its run: the record, who waits for whom, what goes wrong, and a profile of some steps."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ConfigError, FaultError
+from shardwise.monitor import Record, read_record
+from shardwise.monitor.notes import read_notes
+from shardwise.testing import run_ranks
+
+Tensor = torch.Tensor
+
+
+def models(num: int) -> list[nn.Module]:
+    """All alike."""
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)) for _ in range(num)]
+    for model in made:
+        model.load_state_dict(made[0].state_dict())
+    return made
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def engine_of(model: nn.Module, world: sw.World, run: Path, **plan: Any) -> sw.Engine:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return sw.shard(model, {"run": str(run), **plan}, optimizer=optimizer, world=world)
+
+
+def record(run: Path) -> Record:
+    return read_record(run / "record.jsonl")
+
+
+def lines(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in record(run).lines if line["kind"] == kind]
+
+
+def test_a_run_is_written_down_goes_on_and_is_the_same_as_without(tmp_path: Path) -> None:
+    """Three ranks, one of which computes longer, and one waits for its data: means, throughput, times, memory; then a
+    second run from a checkpoint, at another size and plan."""
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    first, again, plain = models(3), models(2), models(1)[0]
+    returned: list[float] = []
+
+    def train(world: sw.World) -> None:
+        def loss_fn(output: Tensor) -> Tensor:
+            time.sleep(0.04 * (world.rank == 2))
+            return loss_of(output)
+
+        with engine_of(first[world.rank], world, run, preset="zero3", clip_grad_norm=1.0) as engine:
+            for step in range(1, 6):
+                if world.rank == 1:
+                    time.sleep(0.02)
+                loss = engine.train_step(batch(step, world.rank), loss_fn=loss_fn)
+                means = engine.log({"loss": loss, "rank": world.rank}, tokens=100, samples=4)
+                if world.rank == 0:
+                    returned.append(means["loss"])
+            engine.log({"loss": 0.5}, kind="validation")
+            engine.save(kept)
+
+    def go_on(world: sw.World) -> None:
+        with engine_of(again[world.rank], world, run, preset="zero1") as engine:
+            engine.resume(kept)
+            engine.train_step(batch(6, world.rank), loss_fn=loss_of)
+            engine.log({"loss": 1.0}, tokens=10)
+            engine.reshard({"preset": "zero3"})
+            engine.train_step(batch(7, world.rank), loss_fn=loss_of)
+            engine.log({"loss": 1.0}, tokens=10)
+
+    run_ranks(3, train)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step, told in enumerate(returned, start=1):
+        loss = loss_of(plain(torch.cat([batch(step, rank) for rank in range(3)])))
+        assert told == pytest.approx(loss.item(), rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        line = lines(run, "step")[step - 1]
+        assert line["norm"] == pytest.approx(norm.item(), rel=1e-4)
+        optimizer.step()
+    steps = lines(run, "step")
+    assert [(line["step"], line["tokens"], line["rank"], line["lr"]) for line in steps] == [
+        (step, 300 * step, 1.0, 0.1) for step in range(1, 6)
+    ]
+    assert all(line["tokens_per_second"] == pytest.approx(300 / line["seconds"], rel=1e-6) for line in steps)
+    assert lines(run, "validation")[0]["loss"] == 0.5
+    assert lines(run, "end")[0]["status"] == "ended"
+    ranks = lines(run, "ranks")[-1]["ranks"]
+    assert ranks[2]["computing"] > 0.04
+    assert ranks[1]["idle"] > 0.02
+    assert ranks[0]["waited"]["dp"] > 0
+    assert all(
+        row["computing"] + row["idle"] + row["waiting"] == pytest.approx(row["seconds"], rel=1e-3) for row in ranks
+    )
+    memory = lines(run, "memory")[-1]["ranks"]
+    assert len(memory) == 3
+    assert memory[0]["promised"]["device"]["param"] == memory[0]["measured"]["device"]["param"] > 0
+    trace = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in trace} == {0, 1, 2}
+    assert "reduce_scatter" in (run / "program.txt").read_text()
+
+    run_ranks(2, go_on)
+    assert [line["step"] for line in lines(run, "step")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["tokens"] for line in lines(run, "step")][-2:] == [1520, 1540]
+    assert [(line["step"], line["world_size"]) for line in lines(run, "resume")] == [(5, 2)]
+    assert not lines(run, "step")[-1].get("rank")
+
+
+def test_what_ends_a_run_is_kept_by_every_rank(tmp_path: Path) -> None:
+    run, made = tmp_path / "run", models(2)
+
+    def train(world: sw.World) -> None:
+        with engine_of(made[world.rank], world, run, preset="zero2") as engine:
+            for step in range(1, 4):
+                if step == 3 and world.rank == 1:
+                    raise ValueError("a bad batch")
+                engine.log({"loss": engine.train_step(batch(step, world.rank), loss_fn=loss_of)})
+
+    with pytest.raises((FaultError, ValueError)):
+        run_ranks(2, train, patience_seconds=0.2)
+    (end,) = lines(run, "end")
+    assert (end["status"], end["step"]) == ("failed", 2)
+    assert "a bad batch" in end["error"]
+    notes = {note.rank: note for note in read_notes(run) if note.level == "error"}
+    assert notes[1].text == "ValueError: a bad batch"
+    assert "rank 1" in notes[0].text.lower()
+
+
+def test_a_late_rank_is_noted_by_one_that_waits(tmp_path: Path) -> None:
+    run, made = tmp_path / "run", models(2)
+
+    def train(world: sw.World) -> None:
+        with engine_of(made[world.rank], world, run, preset="ddp") as engine:
+            for step in range(1, 3):
+                if step == 2 and world.rank == 0:
+                    time.sleep(1.0)
+                engine.train_step(batch(step, world.rank), loss_fn=loss_of)
+
+    run_ranks(2, train, patience_seconds=0.2)
+    warnings = [note for note in read_notes(run) if note.level == "warning"]
+    assert any(note.rank == 1 and "rank 0" in note.text for note in warnings)
+
+
+def test_without_a_folder_nothing_is_written_and_means_come_all_the_same(tmp_path: Path) -> None:
+    made = models(2)
+
+    def train(world: sw.World) -> dict[str, float]:
+        optimizer = torch.optim.SGD(made[world.rank].parameters(), lr=0.1)
+        with sw.shard(made[world.rank], "zero3", optimizer=optimizer, world=world) as engine:
+            with pytest.raises(ConfigError, match="name is 'text'"):
+                engine.log({"name": "text"})
+            with pytest.raises(ConfigError, match="rank 1 logs one, and rank 0 zero"):
+                engine.log({"one" if world.rank else "zero": 1})
+            return engine.log({"value": torch.tensor(float(world.rank)), "other": 3})
+
+    assert run_ranks(2, train) == [{"value": 0.5, "other": 3.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"trackers": ["tensorboard"]}, "need a folder to write to"),
+        ({"trackers": ["wandb"], "run": "here"}, r"pip install shardwise\[wandb\]"),
+        ({"profile": {"steps": [2, 3]}}, "no folder for traces"),
+        ({"profile": {"steps": [2, 3], "folder": "x", "memory": True}}, "no allocator of cpu"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_anything_changes(
+    plan: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (model,) = models(1)
+    with pytest.raises(ConfigError, match=words):
+        sw.shard(model, plan)
+    assert not list(tmp_path.iterdir())
+    assert model(torch.ones(1, 16)).shape == (1, 1)
+    assert sorted(model.state_dict()) == sorted(models(1)[0].state_dict())
+
+
+@pytest.mark.parametrize("chosen_by", ["plan", "environment"])
+def test_a_profile_of_two_steps_names_units_and_actions(
+    chosen_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model,) = models(1)
+    plan: dict[str, Any] = {"profile": {"steps": [2, 3]}}
+    if chosen_by == "environment":  # as `shardwise launch --profile` sets it; the plan's window gives way
+        monkeypatch.setenv("SHARDWISE_PROFILE", "2:3")
+        plan = {"profile": {"steps": [1, 1]}}
+    with engine_of(model, sw.World.join(environment={}), tmp_path, **plan) as engine:
+        for step in range(1, 5):
+            engine.train_step(batch(step, 0), loss_fn=loss_of)
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == "rank-0-steps-2-3.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    by_process: dict[object, list[dict[str, Any]]] = {}
+    for event in events:
+        by_process.setdefault(event["pid"], []).append(event)
+    ours = by_process["shardwise 0"]
+    kernels = [event for event in events if event.get("cat") == "cpu_op" and event["name"] == "aten::addmm"]
+    assert len(kernels) == 2 * 3  # of two steps, and not of four
+    spans = [event for event in ours if event["name"].startswith("forward ") and event["ph"] == "b"]
+    assert len(spans) == 2 * len({event["name"] for event in spans}) > 0
+    ends = [event for event in ours if event["name"].startswith("backward ") and event["ph"] == "e"]
+    assert spans[0]["ts"] <= kernels[0]["ts"] <= ends[-1]["ts"]  # on one clock
