@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,8 +18,9 @@ from torch import nn
 from shardwise.checkpoint import Saver
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
+from shardwise.data_ranks import DataRanks
 from shardwise.engine_state import PlanLike
-from shardwise.engine_training import EngineTraining
+from shardwise.engine_training import EngineTraining, arrive, open_log, open_session
 from shardwise.errors import ConfigError, ModelError, StateError
 from shardwise.experts import EXPERT_LOAD
 from shardwise.init import Init, Wishes
@@ -114,13 +116,30 @@ class Engine(EngineTraining):
         self.world = world
         self._owns_world = owns_world
         self._is_open = True
+        self._readers = []
         if plan.patience_seconds is not None:
             world.be_patient(plan.patience_seconds)
+        self._run_log = open_log(plan, world)
+        if world.is_newcomer and world.membership is not None:
+            self._arrive(plan, optimizers, world)
+            return
         sharding = lay(model, plan, optimizers, world, wishes)
         self._state = State(Saver(world, pinned=sharding.device.type != "cpu"))
         progress = Progress(scaler=scaler_for(plan))
-        self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._state.saver.wait_for_copy)
+        self._sharded = ShardedModel(model, optimizers, sharding, world, progress, self._before_change)
         self._sharded.runner.step.close_params()
+        if self._run_log is not None:
+            self._run_log.follow(self._sharded)
+        self._session = open_session(self, self._sharded, world.membership)
+
+    def _arrive(self, plan: Plan, optimizers: Sequence[torch.optim.Optimizer], world: World) -> None:
+        """Others train already: take part."""
+        self._state = State(Saver(world))
+        self._sharded, came = arrive(self.module, plan, optimizers, world, self._before_change)
+        if self._run_log is not None:
+            self._run_log.follow(self._sharded)
+        self._state.coming = dict(came.told["objects"])
+        self._session = open_session(self, self._sharded, world.membership, came)
 
     @property
     def plan(self) -> Plan:
@@ -136,9 +155,24 @@ class Engine(EngineTraining):
     def data_ranks(self) -> tuple[int, int]:
         """Which share of every batch this rank reads, and of how many: `sw.data.Loader(..., world=engine.data_ranks)`.
 
-        Ranks along a model axis of the mesh share in one batch, and read the same.
+        Ranks along a model axis of the mesh share in one batch, and read the same. A loader that is given this pair
+        follows the engine: it asks anew before each batch, and says how many samples each rank has (`weigh`).
         """
-        return self.mesh.data_place(self.world.rank)
+        return DataRanks.of(self.mesh.data_place(self.world.rank), self)
+
+    def weigh(self, samples: int, of: float) -> None:
+        """This rank has `samples` of the `of` that all data ranks have in the next micro-batch.
+
+        Gradients, `mean` and `log` are then those of all samples, each counting the same, where ranks have different
+        numbers of them. A rank without any is called with some batch all the same, and its gradients count nothing.
+        A loader made with `world=engine.data_ranks` calls this before each batch; what was said holds until the next
+        call. Where micro-batches of one step differ in size too, `of` is their mean: those of the whole step over all
+        ranks, divided by their number. Sends nothing.
+
+        Raises `ConfigError` for numbers that cannot be meant.
+        """
+        self._sharded.progress.weighing.say(samples, of, self.mesh.data_place(self.world.rank)[1])
+        self._sharded.weigh()
 
     @property
     def table(self) -> Table:
@@ -153,6 +187,11 @@ class Engine(EngineTraining):
     @num_steps.setter
     def num_steps(self, number: int) -> None:
         self._sharded.progress.num_steps = number
+
+    @property
+    def num_void(self) -> int:
+        """How often steps were given up because a rank was lost, whose batches a loader hands out again."""
+        return self._sharded.progress.num_void
 
     @property
     def gradient_norm(self) -> float | None:
@@ -180,7 +219,7 @@ class Engine(EngineTraining):
         self._require_open()
         if self._sharded.pipeline is not None:
             raise StateError(PLAIN_LOOP)
-        self._sharded.backward(loss)
+        (self._sharded if self._session is None else self._session).backward(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the present loss scale: for a plain loop in fp16, `engine.scale(loss).backward()`.
@@ -200,7 +239,7 @@ class Engine(EngineTraining):
         `f"{norm:.2f}"`, a comparison), and not before; in fp16, and on a CPU, it is a float.
         """
         self._require_open()
-        return self._sharded.step()
+        return (self._sharded if self._session is None else self._session).step()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Norm:
         """Scale gradients to a global norm of at most `max_norm`; returns the norm before. All ranks call.
@@ -209,6 +248,8 @@ class Engine(EngineTraining):
         `clip_grad_norm` does it by itself, for the 2-norm. `norm_type` may be any positive number, or `inf`.
         """
         self._require_open()
+        if self._session is not None:
+            return self._session.clip(max_norm, norm_type)
         return self._sharded.gradients.clip(max_norm, norm_type)
 
     def zero_grad(self) -> None:
@@ -272,11 +313,19 @@ class Engine(EngineTraining):
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank: how ranks decide to stop together. All ranks call."""
-        return self.world.any_rank(flag)
+        if self._session is not None and self._session.is_arriving:
+            return False  # the others have asked already, and gone on
+        return self._asking(lambda: self.world.any_rank(flag))
 
     def mean(self, value: float) -> float:
-        """The mean of every rank's `value`, such as a loss to print. All ranks call."""
-        return self.world.mean(value)
+        """The mean of every rank's `value`, such as a loss to print. All ranks call.
+
+        Where ranks have different numbers of samples (`weigh`), that over all samples of the last batch.
+        """
+        if self._session is not None and self._session.is_arriving:
+            return value
+        weighing = self._sharded.progress.weighing
+        return self._asking(lambda: self.world.mean(value, weighing.reported if weighing.is_used else None))
 
     def inference(self, keep_bytes: int | str | None = None) -> AbstractContextManager[None]:
         """Inside `with`, each rank runs the model at its own pace, without gradients: `module.generate()`, any method.
@@ -295,7 +344,8 @@ class Engine(EngineTraining):
 
     def memory(self) -> MemoryReport:
         """Promise and measurement for this rank; see `MemoryReport`."""
-        return memory_of(self._sharded)
+        report = memory_of(self._sharded)
+        return report if self._session is None else replace(report, image_bytes=self._session.image_bytes)
 
     def rehearse(self, batch: object, loss: Loss | None = None, *, expert_load: float = EXPERT_LOAD) -> Footprint:
         """What a step on `batch` will hold on this rank when it holds most, activations included: see `Footprint`.
@@ -310,8 +360,9 @@ class Engine(EngineTraining):
         How many tokens experts on this rank will get is known only when they come. Where experts have a capacity, it is
         as many as all ranks along `ep` may send; else `expert_load` times an even share, at least 1.
 
-        Raises `ModelError` for a model that asks for the values of tensors, and `ConfigError` for an `expert_load`
-        below 1, or a plan with zb-h1 and sharded gradients.
+        Raises `ModelError` for a model that asks for the values of tensors, `ConfigError` for an `expert_load`
+        below 1, or a plan with zb-h1 and sharded gradients, and `TierError` where activations are for a disk that has
+        too little room for those of this host's ranks.
         """
         self._require_open()
         if not expert_load >= 1:
@@ -363,6 +414,10 @@ class Engine(EngineTraining):
         try:
             self._state.saver.close()
         finally:
+            if self._run_log is not None:
+                self._run_log.close(error)
+            if self._session is not None:
+                self._session.close(error)
             self._sharded.unhook()
             if self._sharded.disk is not None:
                 self._sharded.disk.close()

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from shardwise.checkpoint import Keep, Loaded, Stateful
+from shardwise import formats
+from shardwise.checkpoint import Keep, encode
+from shardwise.checkpoint.codec import decode
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
-from shardwise.errors import StateError
-from shardwise.formats import DTYPES, MAX_FILE_BYTES, save_pretrained
+from shardwise.data_ranks import Reader
+from shardwise.errors import ConfigError, StateError
+from shardwise.experts import EXPERT_LOAD
+from shardwise.fitting import Limits, fit_activations
+from shardwise.rehearsal import Loss
 from shardwise.sharded_model import ShardedModel
 from shardwise.state import State, reshard
+from shardwise.units import parse_bytes
 
+if TYPE_CHECKING:
+    from shardwise.checkpoint import Loaded, Stateful
+    from shardwise.elastic.session import Session
+    from shardwise.run_log import RunLog
+
+Result = TypeVar("Result")
 PlanLike = Plan | str | Path | Mapping[str, Any]
 
 
@@ -29,6 +42,61 @@ class EngineState:
     _is_open: bool
     _state: State
     _sharded: ShardedModel
+    _run_log: RunLog | None
+    _owns_world: bool
+    _session: Session | None = None
+    """What goes on when a rank is lost, in a job where that can be."""
+    _readers: list[weakref.ref[Reader]]
+
+    # -- ranks that are lost ----------------------------------------------------------------------------
+
+    def wait_for_copy(self) -> None:
+        """Return once nothing of this rank's memory is being copied for a checkpoint. For one rank alone."""
+        self._state.saver.wait_for_copy()
+
+    def told_to_those_who_come(self, num_steps: int) -> dict[str, Any]:
+        """What a rank needs that comes when `num_steps` steps count: what `remember` was given, where loaders stand,
+        the caller's own state as it was saved or resumed last."""
+        objects = {name: encode(thing.state_dict(), name) for name, thing in self._state.remembered.items()}
+        readers = [known() for known in self._readers]
+        loaders = [None if one is None else encode(one.state_after(num_steps), "loader") for one in readers]
+        user = self._state.user_state
+        return {
+            "objects": objects,
+            "loaders": loaders,
+            "state": None if user is None else encode(dict(user), "state"),
+        }
+
+    # -- loaders that follow (`shardwise.data_ranks.Follows`) -------------------------------------------
+
+    def follow(self, reader: Reader) -> None:
+        """A loader asks this engine from now on which share of each batch it hands out. Loaders do so by themselves."""
+        self._readers.append(weakref.ref(reader))
+
+    def begin_to_read(self) -> None:
+        """A loader is about to hand out a batch. On a rank that has come, loaders go where those of the others are."""
+        theirs = self._session.loaders_of_others() if self._session is not None else []
+        for known, state in zip(self._readers, theirs, strict=False):
+            reader = known()
+            if reader is not None and state is not None:
+                reader.go_where(decode(state, "loader"))
+
+    def take_over(self, world: World, sharded: ShardedModel) -> None:
+        """`sharded`, the same model on the ranks that are left, takes the steps from here on, in `world`."""
+        self.world, self._sharded, self._owns_world = world, sharded, True
+        self._state.saver = self._state.saver.renewed(world)
+        if self._run_log is not None:
+            self._run_log.go_on(world, sharded)
+
+    def _before_change(self) -> None:
+        self.wait_for_copy()
+        if self._session is not None:
+            self._session.note_edit()
+
+    def _asking(self, work: Callable[[], Result], *, is_small: bool = True) -> Result:
+        """`work`, in which ranks tell each other something outside of a step. A small result can be told to a rank that
+        was cut off from it."""
+        return work() if self._session is None else self._session.outside(work, is_small=is_small)
 
     # -- checkpoints ------------------------------------------------------------------------------------
 
@@ -53,8 +121,20 @@ class EngineState:
         Raises `CheckpointError` on all ranks if it could not be written; what was there before is still there.
         """
         self._require_open()
-        return self._state.save(
-            self._sharded, Path(folder), step, state or {}, wait=wait, keep=keep or Keep(), metrics=metrics or {}
+        return Path(
+            self._asking(
+                lambda: str(
+                    self._state.save(
+                        self._sharded,
+                        Path(folder),
+                        step,
+                        state or {},
+                        wait=wait,
+                        keep=keep or Keep(),
+                        metrics=metrics or {},
+                    )
+                )
+            )
         )
 
     def claim(self, folder: str | Path) -> None:
@@ -64,7 +144,8 @@ class EngineState:
         job that lives writes there. The right ends with the engine.
         """
         self._require_open()
-        self._state.saver.claim(Path(folder))
+        if self._session is None or not self._session.is_arriving:  # the others have it already
+            self._asking(lambda: self._state.saver.claim(Path(folder)))
 
     def remember(self, **objects: Stateful) -> None:
         """Keep what these objects say in `state_dict()` in every checkpoint, each rank its own; `resume` gives it back.
@@ -72,18 +153,27 @@ class EngineState:
         `engine.remember(scheduler=scheduler, loader=loader)`. All ranks call, before `resume`.
         """
         self._state.remembered.update(objects)
+        for name, thing in objects.items():
+            if name in self._state.coming:
+                thing.load_state_dict(decode(self._state.coming.pop(name), name))
 
     def wait_for_save(self) -> None:
         """Return once the last `save(wait=False)` is on disk; raise `CheckpointError` if it failed. All ranks call."""
-        self._state.saver.settle()
+        self._asking(lambda: self._state.saver.settle())  # noqa: PLW0108  # of a saver that may be another by then
 
     def resume(self, folder: str | Path) -> Loaded | None:
         """Continue from the latest checkpoint in `folder`; `None`, and nothing changed, if there is none.
 
         `folder` may be one checkpoint too. Any world size, plan and precision can have written it. All ranks call;
         all raise the same `CheckpointError`, and nothing is changed, if it is damaged or another model's.
+
+        A rank that has come to others who train has what they have, and reads nothing: it is told the step that they
+        have taken, and their `state` as it was saved or resumed last; `None` if it never was.
         """
         self._require_open()
+        if self._session is not None and self._session.is_arriving:
+            return self._session.resumed(Path(folder))
+        self._before_change()
         return self._state.resume(self._sharded, Path(folder))
 
     def reshard(self, plan: PlanLike) -> None:
@@ -96,13 +186,51 @@ class EngineState:
         self._require_open()
         self._sharded.refuse_stages("reshard()", "Save, make another engine, and resume from the checkpoint.")
         self._sharded = reshard(self._sharded, load_plan(plan))
+        if self._session is not None:
+            self._session.renew(self._sharded)
+        if self._run_log is not None:
+            self._run_log.follow(self._sharded)
+
+    def fit_activations(
+        self,
+        batch: object,
+        device: int | str | None = None,
+        host: int | str | None = None,
+        *,
+        loss: Loss | None = None,
+        expert_load: float = EXPERT_LOAD,
+    ) -> str:
+        """Choose what becomes of activations, so that a step on `batch` fits, and go on by that plan. All ranks call.
+
+        `device` (bytes, or such as "10GiB") is what each rank may hold there, all of a step counted, and `host` what a
+        host's ranks may hold in its memory beside that. Without them the plan's `budget` says so.
+
+        If they fit, activations are kept. Else each choice is rehearsed, recomputed, selectively and wholly, on the
+        host, and on a disk if the plan names a folder; of those that fit the cheapest is taken, by the operations that
+        are computed again and by what `shardwise bench` has measured of this machine, or the first where it has not.
+        Returns in words what was chosen and why. `batch`, `loss` and `expert_load` are those of `rehearse`.
+
+        Raises `ConfigError`, with figures, if nothing fits; nothing has been changed then.
+        """
+        self._require_open()
+        self._sharded.refuse_stages("fit_activations()", "Try activations in the plan with engine.rehearse(batch).")
+        allowed = self._sharded.sharding.budget
+        limit = allowed.device if device is None else _bytes_of(device)
+        limit_of_host = allowed.host if host is None else _bytes_of(host)
+        if limit is None:
+            raise ConfigError("Say how much each device may hold: fit_activations(batch, '10GiB'), or budget.device.")
+        limits = Limits(limit, limit_of_host)
+        fitted = fit_activations(self._sharded, batch, loss, limits, expert_load)
+        if fitted.plan.activations != self._sharded.plan.activations:
+            self.reshard(fitted.plan)
+        return fitted.said
 
     def save_pretrained(
         self,
         folder: str | Path,
         *,
         dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-        max_file_bytes: int = MAX_FILE_BYTES,
+        max_file_bytes: int = 5 * 2**30,
         overwrite: bool = False,
     ) -> None:
         """Write the model as a folder of Hugging Face, which `from_pretrained` loads. All ranks call.
@@ -114,13 +242,13 @@ class EngineState:
         """
         self._require_open()
         self._sharded.refuse_stages("save_pretrained()", "Save, then run: shardwise convert CHECKPOINT MODEL --to hf.")
-        save_pretrained(
+        formats.save_pretrained(
             self.module,
             self._sharded.access.kept_params(),
             self._sharded.access.whole_params(),
             self.world,
             Path(folder),
-            dtype=None if dtype is None else DTYPES[dtype],
+            dtype=None if dtype is None else formats.DTYPES[dtype],
             max_file_bytes=max_file_bytes,
             overwrite=overwrite,
         )
@@ -135,7 +263,7 @@ class EngineState:
         self._require_open()
         self._sharded.refuse_stages("gathered()", "engine.get(name) and engine.set(name, value) reach every stage.")
         if write:
-            self._state.saver.wait_for_copy()
+            self._before_change()
         return self._sharded.access.gathered(names, write=write)
 
     def get(self, name: str, what: str = "param") -> torch.Tensor | None:
@@ -149,14 +277,14 @@ class EngineState:
             self._sharded.gradients.prepare()
         if self._sharded.pipeline is not None:
             return self._sharded.pipeline.across.read(name, what, self._sharded.access)
-        return self._sharded.access.read(name, what)
+        return self._asking(lambda: self._sharded.access.read(name, what), is_small=False)
 
     def set(self, name: str, value: torch.Tensor, what: str = "param") -> None:
         """Replace what `get` returns. All ranks call, with the same value."""
         self._require_open()
         if what == "grad":
             self._sharded.gradients.prepare()
-        self._state.saver.wait_for_copy()
+        self._before_change()
         if self._sharded.pipeline is None or self._sharded.pipeline.across.takes(name, value, what):
             self._sharded.access.write(name, value, what)
 
@@ -170,12 +298,12 @@ class EngineState:
         if self._sharded.pipeline is not None:
             whole = self._sharded.pipeline.across.merged(self._sharded.access.state_dict())
             return whole if on_rank else {}
-        return self._sharded.access.state_dict(on_rank=on_rank)
+        return self._asking(lambda: self._sharded.access.state_dict(on_rank=on_rank), is_small=False)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over a plain model's `state_dict`, the same on every rank. All ranks call."""
         self._require_open()
-        self._state.saver.wait_for_copy()
+        self._before_change()
         if self._sharded.pipeline is not None:
             state = self._sharded.pipeline.across.own_part(state)
         self._sharded.access.load_state_dict(state)
@@ -184,7 +312,10 @@ class EngineState:
         """The plain optimizer's `state_dict()`, whole, on the CPU. All ranks call; see `state_dict`."""
         self._require_open()
         self._sharded.refuse_stages("optimizer_state_dict()", "Checkpoints have the states: engine.save(folder).")
-        return self._sharded.access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0)
+        return self._asking(
+            lambda: self._sharded.access.optimizer_state_dict(on_rank=not rank_0_only or self.world.rank == 0),
+            is_small=False,
+        )
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a plain optimizer's `state_dict()`, the same on every rank. All ranks call.
@@ -204,3 +335,7 @@ class EngineState:
                 "A change of plan failed half-way, and this engine's values are gone with it. Close it, make another "
                 "with shard(), and resume from the last checkpoint."
             )
+
+
+def _bytes_of(said: int | str) -> int:
+    return parse_bytes(said) if isinstance(said, str) else said

@@ -2,13 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from shardwise.comm import World
+from shardwise.config import Plan, Profile
 from shardwise.engine_state import EngineState
 from shardwise.micro_batches import LossFunction
+from shardwise.sharded_model import ShardedModel
 from shardwise.training import evaluate, forward_backward
+
+if TYPE_CHECKING:
+    from shardwise.comm.generation import Membership
+    from shardwise.elastic.arrival import Came
+    from shardwise.elastic.session import Session
+    from shardwise.run_log import RunLog
+
+PROFILE_VARIABLE = "SHARDWISE_PROFILE"
+
+
+def open_log(plan: Plan, world: World, *, always: bool = False) -> RunLog | None:
+    """The log that `plan` asks for, if it does; its modules are imported only then.
+
+    Raises `ConfigError` for one that cannot be had.
+    """
+    asks = plan.run is not None or plan.trackers is not None or plan.profile != Profile()
+    if not (asks or always or os.environ.get(PROFILE_VARIABLE)):
+        return None
+    log: RunLog = importlib.import_module("shardwise.run_log").RunLog(plan, world)
+    return log
+
+
+def arrive(
+    model: nn.Module,
+    plan: Plan,
+    optimizers: Sequence[torch.optim.Optimizer],
+    world: World,
+    before_change: Callable[[], None],
+) -> tuple[ShardedModel, Came]:
+    """What those have who train in `world`, to which this rank has come."""
+    module = importlib.import_module("shardwise.elastic.arrival")
+    arrived: tuple[ShardedModel, Came] = module.arrive(model, plan, optimizers, world, before_change)
+    return arrived
+
+
+def open_session(
+    engine: EngineState, sharded: ShardedModel, membership: Membership | None, came: Came | None = None
+) -> Session | None:
+    """What goes on when a rank is lost, in a job that can; its modules are imported only then."""
+    if membership is None and sharded.plan.survive not in ("host", "buddy"):
+        return None
+    can_go_on: bool = importlib.import_module("shardwise.elastic.losing").survives(sharded, membership)
+    if not can_go_on:
+        return None
+    session: Session = importlib.import_module("shardwise.elastic.session").Session(engine, sharded, membership, came)
+    return session
 
 
 class EngineTraining(EngineState):
@@ -30,13 +83,18 @@ class EngineTraining(EngineState):
 
         Raises `ConfigError` for a batch that cannot be cut, and `StateError` in between micro-batches of a loop.
         """
-        loss = self.forward_backward(batch, target, loss_fn=loss_fn)
+        self._require_open()
+        if self._session is not None:
+            return self._session.train(batch, target, loss_fn)
+        loss = forward_backward(self._sharded, batch, target, loss_fn)
         self._sharded.step()
         return loss
 
     def forward_backward(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """`train_step` without the update, for a loop that looks at the gradients; `engine.step()` takes it then."""
         self._require_open()
+        if self._session is not None:
+            return self._session.forward_backward(batch, target, loss_fn)
         return forward_backward(self._sharded, batch, target, loss_fn)
 
     def eval_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
@@ -46,3 +104,24 @@ class EngineTraining(EngineState):
         """
         self._require_open()
         return evaluate(self._sharded, batch, target, loss_fn)
+
+    def log(
+        self, values: Mapping[str, Any], *, kind: str = "step", tokens: int = 0, samples: int = 0
+    ) -> dict[str, float]:
+        """Say `values` of the step that was just taken: numbers, or tensors of one element, such as a loss.
+
+        All ranks call, with the same names, after each step or now and then; returns the means over all ranks. With
+        `run` in the plan rank 0 writes them into the record of the run, with the learning rate, the gradient norm, the
+        seconds of a step and what each rank did in them, and tells the plan's `trackers`. `tokens` and `samples` count
+        what this rank's batches had since the last call; throughput is worked out from them. Another `kind`, such as
+        `"validation"`, is a line of its own.
+
+        Raises `ConfigError` for what is no number, or for names that differ from rank to rank.
+        """
+        self._require_open()
+        if self._run_log is None:
+            self._run_log = open_log(self._sharded.plan, self.world, always=True)
+            assert self._run_log is not None
+            self._run_log.follow(self._sharded)
+        log = self._run_log
+        return self._asking(lambda: log.log(values, kind, tokens, samples))

@@ -62,6 +62,14 @@ class FaultError(CommError):
         self.origin = origin
 
 
+class TurnedAwayError(CommError):
+    """The others go on without this rank: they have held it for dead, or it has asked to leave (`has_asked`)."""
+
+    def __init__(self, message: str, *, has_asked: bool = False) -> None:
+        super().__init__(message)
+        self.has_asked = has_asked
+
+
 class StateError(ShardwiseError, RuntimeError):
     """A call at a moment when it makes no sense, such as a step on a closed engine."""
 

@@ -125,6 +125,12 @@ class Gradients:
 
     def _bring(self) -> None:
         scaler, runner = self._scaler(), self._runner
+        if runner.passes.num_unweighed:
+            raise StateError(
+                "Ranks have different numbers of samples, and gradients of experts are of tokens of all ranks, so each "
+                "loss has to be weighed. Call engine.backward(loss) in the place of loss.backward(); zero_grad() "
+                "forgets what has come so far."
+            )
         if scaler is not None and self._prepared_at is not None and self.is_taken:
             scale_gradients(self._flats, scaler.scale)  # as are those that have come since
         runner.step.before()

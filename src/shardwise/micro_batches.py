@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
 
 from shardwise.errors import ConfigError, ModelError
+from shardwise.weighing import Weighing
 
 Tensor = torch.Tensor
 LossFunction = Callable[..., Tensor]
@@ -24,6 +25,8 @@ class MicroBatch:
     kwargs: dict[str, Any]
     target: Any = None
     has_target: bool = False
+    weight: float = 1.0
+    """How much it counts beside those of other ranks and the others of its step."""
 
     def loss(self, output: Any, loss_fn: LossFunction | None) -> Tensor:
         """The loss of `output`: what `loss_fn` makes of it, else the output itself, or its `loss`."""
@@ -40,16 +43,34 @@ class MicroBatch:
         return loss
 
 
-def micro_batches(batch: Any, target: Any, num: int) -> list[MicroBatch]:
-    """`num` micro-batches of `batch`; see `Engine.train_step` for what that may be.
+def micro_batches(batch: Any, target: Any, num: int, weighing: Weighing) -> list[MicroBatch]:
+    """`num` micro-batches of `batch`, with their weights; see `Engine.train_step` for what that may be.
 
-    Raises `ConfigError` for one that cannot be cut evenly, or that has too few.
+    Raises `ConfigError` for one that cannot be cut evenly, where samples are not weighed, or that has too few.
     """
-    inputs = _parts(batch, num, "batch")
+    inputs = _parts(batch, num, "batch", is_even=not weighing.is_used)
     if target is None:
-        return [_called_with(part) for part in inputs]
-    targets = _parts(target, num, "target")
-    return [_called_with(part, one, has_target=True) for part, one in zip(inputs, targets, strict=True)]
+        parts = [_called_with(part) for part in inputs]
+    else:
+        targets = _parts(target, num, "target", is_even=not weighing.is_used)
+        parts = [_called_with(part, one, has_target=True) for part, one in zip(inputs, targets, strict=True)]
+    if not weighing.is_used:
+        return parts
+    if isinstance(inputs, _Cut):
+        weights = [weighing.current * count * num / sum(inputs.counts) for count in inputs.counts]
+        weighing.take(1)
+    else:
+        weights = weighing.take(num)
+    return [replace(part, weight=weight) for part, weight in zip(parts, weights, strict=True)]
+
+
+def mean_loss(losses: Sequence[Tensor], parts: Sequence[MicroBatch]) -> Tensor:
+    """The mean over the samples of all micro-batches, without dimensions."""
+    weights = [part.weight for part in parts]
+    if all(weight == weights[0] for weight in weights):
+        return (sum(losses[1:], start=losses[0]) / len(losses)).reshape(())
+    counted = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
+    return (sum(counted[1:], start=counted[0]) / sum(weights)).reshape(())
 
 
 def _called_with(part: Any, target: Any = None, *, has_target: bool = False) -> MicroBatch:
@@ -59,7 +80,15 @@ def _called_with(part: Any, target: Any = None, *, has_target: bool = False) -> 
     return MicroBatch(args, {}, target, has_target)
 
 
-def _parts(value: Any, num: int, what: str) -> Sequence[Any]:
+class _Cut(list[Any]):
+    """Micro-batches of one batch, and the rows that each has of it; where that is none, it is a stand-in of one row."""
+
+    def __init__(self, parts: Iterable[Any], counts: Sequence[int]) -> None:
+        super().__init__(parts)
+        self.counts = tuple(counts)
+
+
+def _parts(value: Any, num: int, what: str, *, is_even: bool) -> Sequence[Any]:
     if isinstance(value, list | Iterator):
         parts = list(islice(value, num)) if isinstance(value, Iterator) else value
         if len(parts) != num:
@@ -73,13 +102,19 @@ def _parts(value: Any, num: int, what: str) -> Sequence[Any]:
     rows = {one.shape[0] if one.dim() else 0 for one in _tensors_in(value)}
     if not rows:
         raise ConfigError(f"{what} has no tensor that could be cut into {num} micro-batches (the plan's accumulate).")
-    if len(rows) > 1 or next(iter(rows)) % num or not next(iter(rows)):
+    if len(rows) > 1 or (is_even and next(iter(rows)) % num) or not next(iter(rows)):
         told = " and ".join(map(str, sorted(rows)))
         raise ConfigError(
             f"{what} has tensors of {told} rows, which cannot be cut into {num} even micro-batches (the plan's "
             f"accumulate). Give a multiple of {num} rows, or a list of {num} micro-batches."
         )
-    return [_share(value, place, num) for place in range(num)]
+    each, more = divmod(next(iter(rows)), num)
+    counts = [each + (place < more) for place in range(num)]
+    starts = [0, *accumulate(counts)]
+    spans = [
+        slice(start, start + count) if count else slice(0, 1) for start, count in zip(starts, counts, strict=False)
+    ]
+    return _Cut([_share(value, span) for span in spans], counts)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -93,14 +128,14 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
 
 
-def _share(value: Any, place: int, num: int) -> Any:
-    """The rows of micro-batch `place`; what is no tensor is every micro-batch's."""
+def _share(value: Any, span: slice) -> Any:
+    """The rows of one micro-batch; what is no tensor is every micro-batch's."""
     if isinstance(value, Tensor):
-        return value.chunk(num)[place]
+        return value[span]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_share(item, place, num) for item in value))
+        return type(value)(*(_share(item, span) for item in value))
     if isinstance(value, tuple | list):
-        return type(value)(_share(item, place, num) for item in value)
+        return type(value)(_share(item, span) for item in value)
     if isinstance(value, Mapping):
-        return {key: _share(item, place, num) for key, item in value.items()}
+        return {key: _share(item, span) for key, item in value.items()}
     return value

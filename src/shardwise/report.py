@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.activations import Treatments
 from shardwise.config import Plan
+from shardwise.errors import TierError
 from shardwise.experts import loaded
 from shardwise.placement import KINDS, Table, table_for
 from shardwise.program import Activations, Footprint, UnitSpec, plan_step, straight_trace
@@ -43,6 +44,8 @@ class MemoryReport:
     promised_on_disk: dict[str, int] = field(default_factory=dict)
     """Bytes of the files for rows on a disk: `optim`; empty if there are none."""
     measured_on_disk: dict[str, int] = field(default_factory=dict)
+    image_bytes: int = 0
+    """Of the host's memory, for what outlives this rank where others go on without it (docs/elastic.md)."""
 
     @property
     def promised_total(self) -> int:
@@ -66,6 +69,7 @@ class MemoryReport:
             ("in all", *map(format_bytes, totals)),
             *_below("host", self.promised_on_host, self.measured_on_host),
             *_below("disk", self.promised_on_disk, self.measured_on_disk),
+            *([("images on the host", "", format_bytes(self.image_bytes), "")] if self.image_bytes else []),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -89,30 +93,50 @@ def memory_of(sharded: ShardedModel) -> MemoryReport:
     promised, replicated = _footprint(sharded, specs), _footprint(sharded, replicas)
     on_host = dict(promised.host.by_kind) if promised.host is not None else {}
     on_disk = dict(promised.disk.by_kind) if promised.disk is not None else {}
-    measured_on_host = _measured_on_host(sharded) if on_host else {}
-    measured_on_disk = {kind: sharded.sharding.meter.on("disk").now[kind] for kind in on_disk}
     treatments, rehearsed = sharded.sharding.treatments, sharded.rehearsed
-    if treatments.have("offload"):
-        measured_on_host[SAVED] = sharded.sharding.meter.on("host").peak[SAVED]
     if treatments.have("offload") and rehearsed:
         on_host[SAVED] = sum(one.host_bytes for one in rehearsed)
+    if treatments.have("disk") and rehearsed:
+        on_disk[SAVED] = sum(one.disk_bytes for one in rehearsed)
+    report = MemoryReport(promised.by_kind, {}, replicated.by_kind, on_host, promised_on_disk=on_disk)
+    return measured_anew(sharded, report)
+
+
+def measured_anew(sharded: ShardedModel, report: MemoryReport) -> MemoryReport:
+    """`report`, which takes a while to work out, with what is held by now."""
+    meter, treatments = sharded.sharding.meter, sharded.sharding.treatments
+    on_host = _measured_on_host(sharded) if report.promised_on_host.keys() - {SAVED} else {}
+    on_disk = {kind: meter.on("disk").now[kind] for kind in report.promised_on_disk if kind != SAVED}
+    if treatments.have("offload"):
+        on_host[SAVED] = meter.on("host").peak[SAVED]
     if treatments.have("disk"):
-        measured_on_host["staging"] = sharded.sharding.meter.on("host").peak["staging"]
-        measured_on_disk[SAVED] = sharded.sharding.meter.on("disk").peak[SAVED]
-        if rehearsed:
-            on_disk[SAVED] = sum(one.disk_bytes for one in rehearsed)
-    measured = _measured(sharded)
-    return MemoryReport(
-        promised.by_kind, measured, replicated.by_kind, on_host, measured_on_host, on_disk, measured_on_disk
-    )
+        on_host["staging"] = meter.on("host").peak["staging"]
+        on_disk[SAVED] = meter.on("disk").peak[SAVED]
+    return replace(report, measured=_measured(sharded), measured_on_host=on_host, measured_on_disk=on_disk)
 
 
 def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_load: float) -> Footprint:
     """What a step on `batch` will hold on this rank, activations included."""
+    promise, activations = promise_of(sharded, batch, loss, expert_load, sharded.sharding.treatments)
+    if activations.disk_bytes and sharded.disk is not None:
+        _require_room(sharded, activations)
+    sharded.rehearsed = (activations,)
+    return promise
+
+
+def promise_of(
+    sharded: ShardedModel,
+    batch: object,
+    loss: Loss | None,
+    expert_load: float,
+    treatments: Treatments,
+    within: AbstractContextManager[object] | None = None,
+) -> tuple[Footprint, Activations]:
+    """The same if activations were treated so. Inside `within`, if given, the twin computes, each time anew."""
 
     @contextmanager
     def around(twin: nn.Module) -> Iterator[None]:
-        with loaded(twin, expert_load), ExitStack() as stack:
+        with loaded(twin, expert_load), within or nullcontext(), ExitStack() as stack:
             if sharded.sequence is not None:
                 stack.enter_context(sharded.sequence.rehearsed(twin))
             yield
@@ -128,15 +152,24 @@ def rehearsed(sharded: ShardedModel, batch: object, loss: Loss | None, expert_lo
             compute=compute,
             loss=loss,
             around=around,
-            treatments=sharding.treatments,
+            treatments=treatments,
         )
-        sharded.rehearsed = (activations,)
-        return _footprint(sharded, specs, activations)
+        return _footprint(sharded, specs, activations), activations
     staged = sharded.pipeline.staged
-    stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, sharding.treatments, around)
+    stages = StageRehearsal(staged, sharding.units, batch, sharding.device, compute, loss, treatments, around)
     activations = stages.activations(sharded.pipeline.exchange)
-    sharded.rehearsed = (activations,)
-    return _footprint(sharded, specs, activations)
+    return _footprint(sharded, specs, activations), activations
+
+
+def _require_room(sharded: ShardedModel, activations: Activations) -> None:
+    """Raise `TierError` if the disk has too little for the activations of a host's ranks."""
+    assert sharded.disk is not None
+    there = sharded.sharding.meter.on("disk").now[SAVED]
+    num_local = min(sharded.world.size, sharded.world.local_size or sharded.world.size)
+    try:
+        sharded.disk.folder.check_room(num_local * max(0, activations.disk_bytes - there))
+    except TierError as error:
+        raise TierError(f"Activations have no room on the disk: {error}") from error
 
 
 def _footprint(sharded: ShardedModel, specs: tuple[UnitSpec, ...], activations: Activations | None = None) -> Footprint:

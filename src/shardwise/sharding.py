@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.activations import Treatments, treatments_for
 from shardwise.budget import Fitted, Ranks, within_budget
 from shardwise.comm import DataGroup, Line, SharedBuffers, World
-from shardwise.config import Plan, flatten
+from shardwise.config import Budget, Plan, flatten
 from shardwise.cuts import Boxes, boxes_after, boxes_for, carry_out_experts, carry_out_split, rows_for, split_of
 from shardwise.errors import ConfigError, ModelError
 from shardwise.experts import AXIS as EXPERTS
@@ -71,6 +71,8 @@ class Sharding:
     """Units whose activations are recomputed, or kept elsewhere."""
     fitted: str = ""
     """What the plan's budget came to, and why, if it had one."""
+    budget: Budget = field(default_factory=Budget)
+    """What the plan allowed, or one before it."""
 
     @property
     def device(self) -> torch.device:
@@ -212,7 +214,7 @@ def lay(
     updates = vet(optimizers, model)
     check_same_everywhere(model, DataGroup(world, mesh, mesh.axes) if has_pipeline(mesh) else peers)
     fitted = within_budget(model, plan, mesh, ranks_of(world, plan), updates)
-    plan = fitted.plan
+    budget, plan = plan.budget, fitted.plan
     designed = design(model, plan, world)
     values = FirstValues(model, wishes, world, peers)
     check_batch_norms(model, designed, values.device)
@@ -233,7 +235,7 @@ def lay(
         updates = {param: update for param, update in updates.items() if param in staged.params}
     try:
         sharding = designed.carry_out(world, values.device, updates, disk)
-        sharding = replace(sharding, staged=staged, fitted=fitted.said)
+        sharding = replace(sharding, staged=staged, fitted=fitted.said, budget=budget)
         values.settle(sharding.units)
     except BaseException:
         if disk is not None:

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from shardwise import checkpoint
 from shardwise.access import with_extra_state
 from shardwise.budget import within_budget
 from shardwise.checkpoint import (
     Content,
     Entry,
+    Held,
     Keep,
-    Loaded,
     Request,
     Saver,
-    Stateful,
     TrainingState,
     content_of,
     encode,
-    find,
-    load,
     numbers_of,
     rng,
     step_name,
 )
-from shardwise.config import Plan
+from shardwise.comm import World
+from shardwise.config import Budget, Plan
 from shardwise.cuts import agree_on_generators, carry_out_experts
 from shardwise.errors import ConfigError, StateError
 from shardwise.experts import ExpertSplit
@@ -40,6 +40,7 @@ from shardwise.placement import Span, mesh_for
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import (
     Design,
+    Sharding,
     check_batch_norms,
     design,
     ranks_of,
@@ -50,6 +51,9 @@ from shardwise.sharding import (
 )
 from shardwise.storage import DiskMemory
 
+if TYPE_CHECKING:
+    from shardwise.checkpoint import Loaded, Stateful
+
 
 class State:
     """The checkpoints of one engine, and the objects that are remembered in them."""
@@ -57,6 +61,10 @@ class State:
     def __init__(self, saver: Saver) -> None:
         self.saver = saver
         self.remembered: dict[str, Stateful] = {}
+        self.coming: dict[str, Any] = {}
+        """What those to whom this rank has come say of objects that it has not remembered yet."""
+        self.user_state: Mapping[str, Any] | None = None
+        """The caller's own, as it was saved or resumed last."""
 
     def save(
         self,
@@ -79,14 +87,10 @@ class State:
                 raise ConfigError(f"step is {number!r}, which is no number of steps; give a whole one, at least 0.")
             if sharded.disk is not None:
                 sharded.disk.require_whole()
-                if not wait:
-                    raise ConfigError(
-                        "save(wait=False) copies what is saved to host memory first, and this plan has states on a "
-                        "disk because they are too large for that. Leave out wait=False."
-                    )
             if sharded.gradients.wait():
                 raise StateError("Gradients are waiting for a step; take it, or call zero_grad(), before save().")
             kept: dict[str, Any] = {"num_steps": progress.num_steps, "user": dict(user_state)}
+            self.user_state = kept["user"]
             if progress.scaler is not None:
                 kept["loss_scale"] = progress.scaler.state_dict()
             extra = {name: module.get_extra_state() for name, module in with_extra_state(sharded.model)}
@@ -114,7 +118,7 @@ class State:
     def resume(self, sharded: ShardedModel, folder: Path) -> Loaded | None:
         """See `Engine.resume`."""
         self.saver.settle()
-        path = find(folder, sharded.world)
+        path = checkpoint.find(folder, sharded.world)
         if path is None:
             return None
         if sharded.disk is not None:
@@ -126,7 +130,7 @@ class State:
             if sharded.disk is not None:
                 sharded.disk.begin_replacing()
 
-        loaded = load(
+        loaded = checkpoint.load_checkpoint(
             path, content(sharded), sharded.optimizer, sharded.world, self.remembered, before_change=before_change
         )
         if sharded.disk is not None:
@@ -142,6 +146,7 @@ class State:
         for name, module in with_extra_state(sharded.model):
             if name in extra:
                 module.set_extra_state(extra[name])
+        self.user_state = loaded.state["user"]
         return replace(loaded, state=loaded.state["user"])
 
 
@@ -207,6 +212,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     _require_same_split(sharded, plan)
     mesh = mesh_for(plan, world.size, world.local_size)
     fitted = within_budget(model, plan, mesh, ranks_of(world, plan), sharded.sharding.updates, is_live=True)
+    budget = plan.budget if plan.budget.device is not None else sharded.sharding.budget
     plan = fitted.plan
     designed = design(model, plan, world, known=sharded.sharding)
     check_batch_norms(model, designed, sharded.sharding.device)
@@ -225,7 +231,7 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
     dealt = _dealt_out(model, sharded.sharding.experts, designed)
     tell_fitted(fitted, world)
     try:
-        renewed = _moved(sharded, designed, fitted.said, disk, progress, dealt)
+        renewed = _moved(sharded, designed, (fitted.said, budget), disk, progress, dealt)
     except BaseException:
         if disk is not None and disk is not had:
             disk.close()
@@ -241,27 +247,52 @@ def reshard(sharded: ShardedModel, plan: Plan) -> ShardedModel:
 def _moved(
     sharded: ShardedModel,
     designed: Design,
-    fitted: str,
+    fitted: tuple[str, Budget],
     disk: DiskMemory | None,
     progress: Progress,
     dealt: Sequence[str],
 ) -> ShardedModel:
     """The same model and optimizers as `designed`, with all that `sharded` has, which is taken down."""
-    model, world, before_change = sharded.model, sharded.world, sharded.before_change
-    device, updates, had_experts = sharded.sharding.device, sharded.sharding.updates, sharded.sharding.experts
     optimizers = sharded.optimizer.members if sharded.optimizer is not None else ()
-    belongings = TrainingState(sharded.flats, sharded.optimizer, world, dealt)
+    held = Held.live(sharded.flats, sharded.optimizer, sharded.world)
+    former = Former(sharded.model, optimizers, sharded.sharding, progress, sharded.before_change)
+    belongings = TrainingState(held, sharded.world, dealt)
     sharded.take_down()
-    if had_experts is not None:
-        had_experts.undo()
-    sharding = replace(designed.carry_out(world, device, updates, disk), fitted=fitted)
+    return move(former, designed, belongings, sharded.world, fitted=fitted, disk=disk)
+
+
+@dataclass(frozen=True)
+class Former:
+    """What of a sharded model stays when it gets another layout."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    sharding: Sharding
+    progress: Progress
+    before_change: Callable[[], None]
+
+
+def move(
+    former: Former,
+    designed: Design,
+    belongings: TrainingState,
+    world: World,
+    *,
+    fitted: tuple[str, Budget],
+    disk: DiskMemory | None = None,
+) -> ShardedModel:
+    """Lay the model of `former`, which has been taken down, out as `designed`, with `belongings`. All ranks call."""
+    model, device, updates = former.model, former.sharding.device, former.sharding.updates
+    if former.sharding.experts is not None:
+        former.sharding.experts.undo()
+    sharding = replace(designed.carry_out(world, device, updates, disk), fitted=fitted[0], budget=fitted[1])
     belongings.learn_new([flat for unit in sharding.units for flat in unit.flats])
     states: dict[str, dict[str, Any]] = {}
     for unit in sharding.units:
         for flat in unit.flats:
             states |= belongings.move_into(flat, world.collectives(device))
     carry_out_experts(model, sharding.experts, sharding.mesh, world, device)
-    renewed = ShardedModel(model, optimizers, sharding, world, progress, before_change)
+    renewed = ShardedModel(model, former.optimizers, sharding, world, former.progress, former.before_change)
     if renewed.optimizer is not None:
         for piece in renewed.optimizer.pieces:
             renewed.optimizer.put_state(piece, states.pop(piece.name, {}))

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from shardwise.comm import PostOffice, ThreadTransport, World
+from shardwise.comm import Host, PostOffice, ThreadTransport, Watched, World
 
 Result = TypeVar("Result")
 Fault = Callable[[int, int, str], bool]
@@ -71,12 +71,14 @@ def run_ranks(
     patience_seconds: float = 1,
     shares_memory: bool = True,
     local_size: int | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> list[Result]:
     """Call `work(world)` on `num_ranks` threads that are each other's world; what they return, by rank.
 
     If ranks raise, the error of the first one to do so is raised here, and the others are released from
     their waiting. The seconds and `shares_memory` are those of `World.join`; `local_size` is how many ranks a
-    host is said to have (default: all are of one). Random numbers are shared between
+    host is said to have (default: all are of one). `hosts` names each rank's host: those of different ones share no
+    memory, and `local_size` follows from it. Random numbers are shared between
     threads: build models before, or seed under a lock.
     """
     office = PostOffice()
@@ -89,11 +91,12 @@ def run_ranks(
                 index,
                 num_ranks,
                 ThreadTransport(office, index),
-                board=office,
-                timeout_seconds=timeout_seconds,
-                patience_seconds=patience_seconds,
-                shares_memory=shares_memory,
-                local_size=local_size,
+                watched=Watched(office, timeout_seconds, patience_seconds),
+                host=Host(
+                    hosts.count(hosts[index]) if hosts is not None and local_size is None else local_size,
+                    hosts[index] if hosts is not None else "",
+                    shares_memory,
+                ),
             ) as world:
                 results[index] = work(world)
         except BaseException as error:  # handed to the caller below

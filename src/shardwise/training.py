@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import StateError
-from shardwise.micro_batches import LossFunction, MicroBatch, micro_batches
+from shardwise.micro_batches import LossFunction, MicroBatch, mean_loss, micro_batches
 from shardwise.pipeline import Aside, Pipeline, backward_of_weights
 from shardwise.program.schedule import Op
 from shardwise.sharded_model import ShardedModel
@@ -20,17 +20,22 @@ Tensor = torch.Tensor
 
 def forward_backward(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
     """See `Engine.forward_backward`."""
+    require_whole_step(sharded)
+    parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
+    if sharded.sequence is not None:
+        sharded.sequence.note_micro_batches(batch, parts)
+    if sharded.pipeline is not None:
+        return _through_stages(sharded, sharded.pipeline, parts, loss_fn)
+    return mean_loss([_trained(sharded, part, loss_fn) for part in parts], parts)
+
+
+def require_whole_step(sharded: ShardedModel) -> None:
+    """Raise `StateError` in between micro-batches of a loop."""
     if sharded.is_between_micro_batches:
         raise StateError(
             "train_step() runs all micro-batches of a step, but engine.backward() has been called for some of this one "
             "already. Finish those and call engine.step(), or forget them with engine.zero_grad()."
         )
-    parts = micro_batches(batch, target, sharded.plan.accumulate)
-    if sharded.sequence is not None:
-        sharded.sequence.note_micro_batches(batch, parts)
-    if sharded.pipeline is not None:
-        return _through_stages(sharded, sharded.pipeline, parts, loss_fn)
-    return _mean([_trained(sharded, part, loss_fn) for part in parts])
 
 
 def _through_stages(
@@ -43,7 +48,7 @@ def _through_stages(
         )
     runner = sharded.runner
     with runner.over_schedule():
-        mean = pipeline.train(parts, loss_fn, _StageTrainer(sharded), sharded.timeline)
+        mean = pipeline.train(parts, loss_fn, _StageTrainer(sharded, parts), sharded.timeline)
     if sharded.sequence is not None:
         sharded.sequence.check_was_asked(pipeline.line)
     runner.passes.owes_reductions = True  # what an op has left is found before the step, so that no verdict is early
@@ -59,12 +64,15 @@ class _StageTrainer:
     program does the same unit by unit.
     """
 
-    def __init__(self, sharded: ShardedModel) -> None:
+    def __init__(self, sharded: ShardedModel, parts: Sequence[MicroBatch]) -> None:
         self._sharded = sharded
+        self._parts = parts
+        self._micro_batch = 0
         self._reduces = sharded.runner.passes.reduces
         self._reduces_each = bool(sharded.table.grad.shard)
 
     def begin_op(self, op: Op, *, is_last_of_kind: bool) -> None:
+        self._micro_batch = op.micro_batch
         reduces = self._reduces and op.kind != "F" and (self._reduces_each or is_last_of_kind)
         self._sharded.runner.passes.begin_op(op, reduces=reduces)
 
@@ -86,7 +94,7 @@ class _StageTrainer:
         assert not left, f"gradients of {', '.join(left)} were put aside and not brought"
 
     def backward(self, loss: Tensor) -> None:
-        self._sharded.backward(loss)
+        self._sharded.backward(loss, self._parts[self._micro_batch].weight)
 
     def backward_through(self, output: Tensor, gradient: Tensor) -> None:
         runner = self._sharded.runner
@@ -101,19 +109,15 @@ class _StageTrainer:
 def evaluate(sharded: ShardedModel, batch: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
     """See `Engine.eval_step`."""
     with torch.no_grad():
-        parts = micro_batches(batch, target, sharded.plan.accumulate)
+        parts = micro_batches(batch, target, sharded.plan.accumulate, sharded.progress.weighing)
         if sharded.sequence is not None:
             sharded.sequence.note_micro_batches(batch, parts)
         if sharded.pipeline is not None:
             return sharded.pipeline.evaluate(parts, loss_fn, sharded.runner.begin_evaluation_of)
-        return _mean([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts])
+        return mean_loss([part.loss(sharded.model(*part.args, **part.kwargs), loss_fn) for part in parts], parts)
 
 
 def _trained(sharded: ShardedModel, part: MicroBatch, loss_fn: LossFunction | None) -> Tensor:
     loss = part.loss(sharded.model(*part.args, **part.kwargs), loss_fn)
-    sharded.backward(loss)
+    sharded.backward(loss, part.weight)
     return loss.detach()
-
-
-def _mean(losses: list[Tensor]) -> Tensor:
-    return (sum(losses[1:], start=losses[0]) / len(losses)).reshape(())

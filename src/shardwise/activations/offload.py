@@ -127,9 +127,9 @@ class Item:
         """Whether it is this storage, with the values that a tensor of that version has."""
         return self._known() is storage and (self._away is None or self.version == version)
 
-    def evict(self, store: Store) -> None:
+    def evict(self, store: Store, unit: str) -> None:
         if self._away is None and self._storage is not None:
-            self._away = store.put(self._storage)
+            self._away = store.put(self._storage, unit)
 
     def settle(self) -> None:
         if self._away is not None and self._storage is not None:
@@ -206,7 +206,7 @@ class _Group:
     def evict(self) -> None:
         items = dict.fromkeys(view.item for view in self._views)
         for item in items:
-            item.evict(self.offloading.store)
+            item.evict(self.offloading.store, self.unit)
         self._items = [weakref.ref(item) for item in items]
 
     def settle(self) -> None:

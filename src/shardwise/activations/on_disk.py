@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 
@@ -48,13 +49,13 @@ class DiskStore:
         self._returned: deque[DiskFile] = deque()
         self._in_use = self._most = self._made_bytes = 0
 
-    def put(self, source: torch.UntypedStorage) -> Away:
+    def put(self, source: torch.UntypedStorage, unit: str) -> Away:
         padded = -(-source.nbytes() // PAGE) * PAGE
         while self._behind and self._behind_bytes() + padded > BEHIND_BYTES:
             self._behind.popleft().finish_writing()
         while self._behind and self._behind[0].is_written:
             self._behind.popleft().finish_writing()
-        return _OnDisk(self, bytes_of(source, source.device), padded)
+        return _OnDisk(self, bytes_of(source, source.device), padded, unit)
 
     def note_writing(self, one: _OnDisk) -> None:
         self._behind.append(one)
@@ -90,8 +91,8 @@ class DiskStore:
 
 
 class _OnDisk:
-    def __init__(self, store: DiskStore, source: Tensor, padded: int) -> None:
-        self._store = store
+    def __init__(self, store: DiskStore, source: Tensor, padded: int, unit: str) -> None:
+        self._store, self._unit = store, unit
         self._num_bytes, self.padded = source.numel(), padded
         self._pages: Tensor | None = store.memory.buffer(padded, torch.uint8)
         self._leaving: Copy = store.memory.evict(self._pages[: self._num_bytes], source)
@@ -106,7 +107,8 @@ class _OnDisk:
             assert self._pages is not None
             self._leaving.wait()
             self._leaving.land()
-            self._file = self._store.file(self.padded)
+            with self._told("written"):
+                self._file = self._store.file(self.padded)
             self._writing = self._file.write(0, self._pages)
             self._store.note_writing(self)
 
@@ -118,7 +120,8 @@ class _OnDisk:
         """Wait for it, and let the pages go. Raises `TierError` if it failed."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.wait()
+            with self._told("written"):
+                writing.wait()
             self._leave_pages()
 
     def look_ahead(self) -> None:
@@ -133,7 +136,8 @@ class _OnDisk:
         assert self._pages is not None
         reading, self._reading = self._reading, None
         if reading is not None:
-            reading.wait()
+            with self._told("read"):
+                reading.wait()
         self._last = self._store.memory.fetch(out.view(torch.uint8), self._pages[: self._num_bytes])
         last = self._last
         if self._writing is None:
@@ -149,6 +153,14 @@ class _OnDisk:
         self._leave_pages()
         if self._file is not None:
             self._store.give_back(self._file)
+
+    @contextlib.contextmanager
+    def _told(self, done: str) -> Iterator[None]:
+        """What a disk says that fails inside, by the name of the unit."""
+        try:
+            yield
+        except TierError as error:
+            raise TierError(f"What the forward of {self._unit} saved on a disk could not be {done}. {error}") from error
 
     def _leave_pages(self) -> None:
         if self._pages is not None:

@@ -36,8 +36,8 @@ class Away(Protocol):
 
 
 class Store(Protocol):
-    def put(self, source: torch.UntypedStorage) -> Away:
-        """Start to copy `source`, on the device; it may not be written to before `settle`."""
+    def put(self, source: torch.UntypedStorage, unit: str) -> Away:
+        """Start to copy `source`, on the device, saved by `unit`; it may not be written to before `settle`."""
         ...
 
 
@@ -98,7 +98,7 @@ class HostStore:
     def __init__(self, memory: ActivationMemory) -> None:
         self.memory = memory
 
-    def put(self, source: torch.UntypedStorage) -> Away:
+    def put(self, source: torch.UntypedStorage, unit: str) -> Away:  # noqa: ARG002  # memory does not fail by unit
         return _OnHost(self.memory, bytes_of(source, source.device))
 
 
@@ -130,7 +130,7 @@ class RehearsedStore:
     def __init__(self) -> None:
         self.num_bytes = self.peak_bytes = 0
 
-    def put(self, source: torch.UntypedStorage) -> Away:
+    def put(self, source: torch.UntypedStorage, unit: str) -> Away:  # noqa: ARG002  # they are counted as one
         self.num_bytes += source.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         return _Rehearsed(self, source.nbytes())

@@ -71,8 +71,9 @@ def between_ranks(num_bytes: int, *, shares_memory: bool) -> float:
             check=False,
         )
         if done.returncode or not out.exists():
-            last = (done.stderr.strip().splitlines() or ["no word"])[-1]
-            raise LaunchError(f"Two ranks could not be measured: {last} See shardwise doctor.")
+            lines = done.stderr.strip().splitlines() or ["no word"]
+            why = next((line for line in lines if "failed first" in line), lines[-1])
+            raise LaunchError(f"Two ranks could not be measured: {why} See shardwise doctor.")
         return float(json.loads(out.read_text()))
 
 

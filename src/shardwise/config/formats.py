@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 KeyPath = tuple[str, ...]
+MAX_CHARS = 2**18
+"""Of a plan. A file of a stranger may be made to take time, or memory, for ever; a plan is short."""
+MAX_VALUES = 20_000
 
 
 @dataclass(frozen=True)

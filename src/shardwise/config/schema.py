@@ -91,6 +91,39 @@ TensorRule = Annotated[
 Style = Annotated[StyleName, Field(description="a style")]
 
 
+TrackerName = Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
+"""Who can be told what a run logs: see docs/seeing.md."""
+
+
+def _by_name(value: object) -> object:
+    """`[jsonl, tensorboard]` is `{jsonl: {}, tensorboard: {}}`; an entry may be a name with options."""
+    if not isinstance(value, list | tuple):
+        return value
+    named: dict[object, object] = {}
+    for one in value:
+        named.update(one if isinstance(one, Mapping) else {one: {}})
+    return named
+
+
+def _in_order(window: tuple[int, int]) -> tuple[int, int]:
+    if 1 <= window[0] <= window[1]:
+        return window
+    raise ValueError(f"steps {list(window)} are no window: write the first and the last step, such as [10, 12]")
+
+
+Trackers = Annotated[
+    dict[TrackerName, dict[str, Any]],
+    BeforeValidator(_by_name),
+    Field(description=f"a list of {', '.join(get_args(TrackerName))}, each a name or {{name: options}}"),
+]
+StepWindow = Annotated[
+    tuple[int, int],
+    BeforeValidator(_names),
+    AfterValidator(_in_order),
+    Field(description="the first and the last step, such as [10, 12]"),
+]
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -232,6 +265,22 @@ class TensorParallel(Strict):
     verify: bool = Field(default=False, description="compare the first batch with the uncut model, module by module")
 
 
+class Profile(Strict):
+    """A few steps looked at closely: a trace of torch's profiler for each rank, with units and actions by name."""
+
+    steps: StepWindow | None = Field(default=None, description="which; default: none")
+    folder: str | None = Field(default=None, description="where traces go; default: profile in the folder of the run")
+    memory: bool = Field(default=False, description="whether the device's allocator is recorded too, as a snapshot")
+
+
+class SlowRanks(Strict):
+    """Ranks that the others wait for, found while the job runs, where the loop calls `engine.log`."""
+
+    factor: float = Field(default=1.5, gt=1, allow_inf_nan=False, description="busy for so many times the median")
+    seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="over at least so long")
+    leave: bool = Field(default=False, description="in an elastic job such a rank is left out")
+
+
 class Plan(Strict):
     """How one model is trained: a table, a mesh, and how the table is turned into a list."""
 
@@ -282,7 +331,20 @@ class Plan(Strict):
         default=None, gt=0, allow_inf_nan=False, description="largest global 2-norm of the gradient"
     )
     sync_buffers: bool = Field(default=True, description="after each step all ranks take rank 0's changed buffers")
+    survive: Literal["host", "buddy", "checkpoint"] | None = Field(
+        default=None,
+        description="where what a rank alone holds outlives it, in an elastic job: in memory of its host, on another "
+        "host, or in the last checkpoint; default: host, where all ranks are on one",
+    )
+    run: str | None = Field(
+        default=None, description="folder of the run: its record, for `shardwise top` and `shardwise report`"
+    )
+    trackers: Trackers | None = Field(
+        default=None, description="who is told what engine.log is given; default: jsonl, the record, where run is given"
+    )
+    profile: Profile = Field(default=Profile(), description="a few steps that are looked at closely")
 
+    slow: SlowRanks = Field(default=SlowRanks(), description="when a rank is named as slow, and what follows")
     patience_seconds: float | None = Field(
         default=None,
         gt=0,

@@ -6,7 +6,7 @@ import difflib
 import importlib
 from pathlib import Path
 
-from shardwise.config.formats import Source, SourceError
+from shardwise.config.formats import MAX_CHARS, Source, SourceError
 from shardwise.errors import ConfigError
 
 _READERS = {  # imported when such a file is read: most plans are the name of a preset
@@ -28,6 +28,8 @@ def read_source(path: Path) -> Source:
             else f"{path} has no suffix, so its format is unknown. Use one of {', '.join(_READERS)}."
         )
     text = _text(path)
+    if len(text) > MAX_CHARS:
+        raise ConfigError(f"{path} has more than {MAX_CHARS} characters, which is too long for a plan.")
     try:
         source: Source = importlib.import_module(reader).read(text)
         if not source.values and not text.lstrip().startswith("{"):
@@ -48,7 +50,8 @@ def parse_value(text: str) -> object:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read(MAX_CHARS + 1)
     except FileNotFoundError:
         raise ConfigError(_missing(path)) from None
     except UnicodeDecodeError as error:

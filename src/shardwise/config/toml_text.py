@@ -10,6 +10,8 @@ from typing import Any
 from shardwise.config.formats import KeyPath, Source, SourceError
 from shardwise.config.schema import flatten
 
+_MAX_LINES = 200
+
 
 def read(text: str) -> Source:
     try:
@@ -37,6 +39,8 @@ def _toml_statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
         if not waiting:
             first = line
         waiting += content + "\n"
+        if line - first > _MAX_LINES:  # each of them is tried again with those before it
+            raise SourceError(f"a value has more than {_MAX_LINES} lines.", first)
         try:
             says = tomllib.loads(waiting)
         except tomllib.TOMLDecodeError:

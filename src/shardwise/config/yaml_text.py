@@ -8,7 +8,9 @@ from typing import Any
 
 import yaml
 
-from shardwise.config.formats import KeyPath, Source, SourceError, as_mapping
+from shardwise.config.formats import MAX_CHARS, MAX_VALUES, KeyPath, Source, SourceError, as_mapping
+
+_MAX_DEPTH = 100
 
 
 class _Loader(yaml.SafeLoader):
@@ -32,13 +34,32 @@ def read(text: str) -> Source:
     return Source(as_mapping(values), dict(_yaml_lines(node))) if node else Source({}, {})
 
 
+def read_plainly(text: str) -> Any:
+    """What YAML itself takes `text` for, within the same bounds: a file of another library's.
+
+    Raises `SourceError`, or `yaml.YAMLError`.
+    """
+    try:
+        _check_bounds(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_values(node, {})
+        return loader.construct_document(node)
+    except RecursionError:
+        raise SourceError("the values are nested too deeply.") from None
+
+
 def _compose(text: str) -> tuple[yaml.Node | None, Any]:
     """The tree with its marks, and the values that it stands for."""
     try:
+        _check_bounds(text)
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None, None
+        _count_values(node, {})
         _refuse_odd_keys(node, ())
         return node, loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -48,8 +69,39 @@ def _compose(text: str) -> tuple[yaml.Node | None, Any]:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise SourceError(f"this is not YAML: {error.reason}.", line) from None
+    except RecursionError:
+        raise SourceError("the values are nested too deeply for a plan.") from None
     except ValueError as error:
         raise SourceError(f"a value cannot be read: {error}. If it is text, put it in quotes.") from None
+
+
+def _check_bounds(text: str) -> None:
+    """Before anything is parsed: what nests deeply takes the parser time, its square."""
+    if len(text) > MAX_CHARS:
+        raise SourceError(f"it has more than {MAX_CHARS} characters, which is too long for a plan.")
+    depth = 0
+    for mark in re.findall(r"[\[{\]}]", text):
+        depth += 1 if mark in "[{" else -1
+        if depth > _MAX_DEPTH:
+            raise SourceError("the values are nested too deeply for a plan.")
+
+
+def _count_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for, what its aliases stand for counted each time: a few lines can be billions."""
+    if id(node) in known:
+        if not known[id(node)]:
+            raise SourceError("an alias refers to the mapping that contains it.", node.start_mark.line + 1)
+        return known[id(node)]
+    known[id(node)] = 0
+    inner = []
+    if isinstance(node, yaml.SequenceNode):
+        inner = node.value
+    elif isinstance(node, yaml.MappingNode):
+        inner = [part for pair in node.value for part in pair]
+    number = known[id(node)] = 1 + sum(_count_values(part, known) for part in inner)
+    if number > MAX_VALUES:
+        raise SourceError(f"it stands for more than {MAX_VALUES} values.", node.start_mark.line + 1)
+    return number
 
 
 def _refuse_odd_keys(node: yaml.Node, above: tuple[yaml.Node, ...]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,14 +145,14 @@ class FirstValues:
 
     def _settle_together(self, flat: Flat) -> None:
         if any(slot.is_cut for slot in flat.slots):
-            flat.settle(flat.collect(lambda index: self._part_of_first(flat, index)))
+            flat.settle(_collected(flat, lambda index: self._part_of_first(flat, index)))
             return
 
         def piece(index: int) -> Tensor:
             slot = flat.slots[index]
             return self._values(slot.name, flat.params[index], Span(0, slot.numel))
 
-        whole = flat.collect(piece if self._data_group.is_first else None)
+        whole = _collected(flat, piece if self._data_group.is_first else None)
         self._from_first(whole)
         flat.settle(whole)
 
@@ -246,3 +246,15 @@ def _matched(model: nn.Module, wishes: Wishes, world: World) -> Match | None:
     if found.note and world.rank == 0:
         warnings.warn(found.note, stacklevel=2)
     return found
+
+
+def _collected(flat: Flat, values: Callable[[int], Tensor] | None) -> Tensor:
+    """The parameters' first values in one buffer, in the dtype in which the optimizer keeps them.
+
+    `values(index)` is one parameter, flat; without it the buffer is there and zero, to be received into.
+    """
+    whole = torch.zeros(flat.spec.numel, dtype=flat.kept_dtype, device=flat.device)
+    if values is not None:
+        for index, slot in enumerate(flat.slots):
+            whole[slot.start : slot.span.stop].copy_(values(index))
+    return whole

@@ -21,6 +21,7 @@ from shardwise.optim import host_step
 from shardwise.optim.by_units import StepsByUnits
 from shardwise.optim.cooperative import Alone, Cooperative
 from shardwise.optim.host_adam import HostAdam
+from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.states import StatesOfPieces
@@ -39,8 +40,7 @@ class AdoptedOptimizer:
 
     `before` and `after` are called around every step with the optimizer that takes it, whoever asks for it:
     `engine.step()` or `optimizer.step()`. `forget(pieces, set_to_none)` is what `zero_grad` of the optimizer that has
-    these `pieces` means; with `None` for those that have all. `whole` is what its `state_dict()` returns.
-    `peers` answers a cooperative optimizer.
+    these `pieces` means; with `None` of all. `whole` is its `state_dict()`; `peers` answer a cooperative one.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class AdoptedOptimizer:
         self._by_units = {member: StepsByUnits(member) for member in members}
         self.pieces = [piece for groups in self._groups.values() for piece in groups.pieces]
         self._member_of = {piece.tensor: member for member, groups in self._groups.items() for piece in groups.pieces}
+        self.rows = PiecesInRows(self.pieces, self._member_of)
         self._names = {id(piece.param): piece.name for piece in self.pieces}
         self._handles: list[RemovableHandle] = []
         peers.meet(self.pieces)
@@ -74,13 +75,12 @@ class AdoptedOptimizer:
             ]
             only = None if len(self.members) == 1 else groups.pieces
             kind = type(member)
-            instead: dict[str, Callable[..., Any]] = {
-                "zero_grad": partial(_zero_grad, partial(forget, only)),
-                "add_param_group": _refuse_group,
-                "state_dict": partial(self._among_pieces, member, kind.state_dict),
-                "load_state_dict": partial(self._among_pieces, member, kind.load_state_dict),
-            }
-            member.__dict__.update(instead)  # until release
+            member.__dict__.update(  # until release
+                zero_grad=partial(_zero_grad, partial(forget, only)),
+                add_param_group=_refuse_group,
+                state_dict=partial(self._among_pieces, member, kind.state_dict),
+                load_state_dict=partial(self._among_pieces, member, kind.load_state_dict),
+            )
 
     def _adopt(self, member: torch.optim.Optimizer, pieces: Sequence[Piece], peers: RankPeers) -> None:
         """Cut the states that there are."""
@@ -118,7 +118,7 @@ class AdoptedOptimizer:
     def _guard_states(self, member: torch.optim.Optimizer) -> None:
         member.state = StatesOfPieces(self._names, member.state, self._groups[member])
         for piece in self._groups[member].pieces:
-            self._store(piece, moves=True)
+            self.rows.find(piece, moves=True)
 
     @contextmanager
     def _pieces_listed(self, member: torch.optim.Optimizer) -> Iterator[None]:
@@ -187,46 +187,6 @@ class AdoptedOptimizer:
         """`member` has been asked for a step, and may take it."""
         self._stepping = member
 
-    def fetch_states(self, flat: Flat) -> None:
-        """What lies on a disk of one flat buffer into host memory, where its pieces and their states are then."""
-        flat.fetch_states()
-        for piece in self._pieces_on_disk(flat):
-            self._store(piece)
-
-    def evict_states(self, flat: Flat) -> None:
-        """Begin to write it back, with the states that an optimizer has made or replaced."""
-        pieces = self._pieces_on_disk(flat)
-        for piece in pieces:
-            self._store(piece, moves=True)
-        flat.evict_states()
-        for piece in pieces:
-            self._store(piece)
-
-    def find_states(self) -> None:
-        """Let pieces and their states be where the disk's rows are now."""
-        for piece in self.pieces:
-            self._store(piece)
-
-    def _pieces_on_disk(self, flat: Flat) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.flat is flat and piece.span.numel]
-
-    def _store(self, piece: Piece, *, moves: bool = False) -> None:
-        """Let a piece and its states be where its flat buffer's rows are now; what is not there yet is copied, if it
-        `moves`."""
-        flat, rows = piece.flat, piece.flat.rows
-        if rows is None or not piece.span.numel or not flat.spec.updates_from_disk:
-            return
-        mine = flat.slots[piece.index].span.overlap(flat.optim_span).within(flat.optim_span)
-        piece.tensor.data = flat.master_in_rows()[mine.start : mine.stop]
-        kept: dict[Tensor, dict[str, Any]] = self._member_of[piece.tensor].state
-        state = dict.get(kept, piece.tensor) or {}
-        for key, value in list(state.items()):
-            if isinstance(value, Tensor) and value.dim() and value.shape == piece.tensor.shape:
-                there = rows.place(piece.index, key, value.numel(), value.dtype)
-                if moves and there.data_ptr() != value.data_ptr():
-                    flat.put(there, value)
-                state[key] = there
-
     def update_flat(self, flat: Flat) -> None:
         """Let it update the pieces of one flat buffer, before its own step: see [Note: steps by units]."""
         member = self._stepping
@@ -235,7 +195,9 @@ class AdoptedOptimizer:
             if self._offer(pieces):
                 flat.land()
                 if host_step.takes(member, pieces):
-                    host_step.step(member, pieces, self._host_adam)
+                    host_step.step(member, pieces, self._host_adam, host_step.outgoing_of(flat, pieces))
+                elif flat.spec.updates_from_disk and any(not dict.get(member.state, one.tensor) for one in pieces):
+                    self.rows.step_one_by_one(pieces, self._by_units[member].step)
                 else:
                     self._by_units[member].step()
             for piece in pieces:
@@ -281,6 +243,11 @@ class AdoptedOptimizer:
         with self._pieces_listed(member):
             return _dense(member, piece.tensor) if member.state.get(piece.tensor) else {}
 
+    def raw_state_of(self, piece: Piece) -> dict[str, Any]:
+        """The dict itself in which the optimizer keeps it, empty where it has none."""
+        kept: dict[Tensor, dict[str, Any]] = self._member_of[piece.tensor].state
+        return dict.get(kept, piece.tensor) or {}
+
     def kept_state_of(self, piece: Piece) -> dict[str, Any]:
         """The same with `narrow_keys_of` it as they are kept, for whoever only copies it."""
         member = self._member_of[piece.tensor]
@@ -304,7 +271,7 @@ class AdoptedOptimizer:
                 member.accept_state(piece.tensor, cut)
             else:
                 member.state[piece.tensor] = cut
-        self._store(piece, moves=True)
+        self.rows.find(piece, moves=True)
 
     def numbered(self, member: torch.optim.Optimizer | None = None) -> Iterator[tuple[int, Piece]]:
         """Each piece with its number in the `state_dict()` of `member`, or of all: they count through the groups."""

@@ -12,6 +12,9 @@ import torch
 
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 from shardwise.optim.piece import Piece
+from shardwise.placement import Span
+from shardwise.program import step_parameters
+from shardwise.storage import Flat, torch_dtype
 
 Tensor = torch.Tensor
 TORCHS_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
@@ -36,8 +39,13 @@ def takes(member: torch.optim.Optimizer, pieces: Sequence[Piece]) -> bool:
     )
 
 
-def step(member: torch.optim.Optimizer, pieces: Sequence[Piece], adam: HostAdam) -> None:
-    """Update those of `pieces` that have a gradient, with the settings of their groups."""
+def step(
+    member: torch.optim.Optimizer, pieces: Sequence[Piece], adam: HostAdam, outgoing: Tensor | None = None
+) -> None:
+    """Update those of `pieces` that have a gradient, with the settings of their groups.
+
+    `outgoing`, as long as their flat buffer's masters, is given what was updated, cast, in the same pass over memory.
+    """
     wanted: dict[Tensor, Piece] = {piece.tensor: piece for piece in pieces if piece.tensor.grad is not None}
     for group in member.param_groups:
         by_step: dict[int, list[AdamTensors]] = {}
@@ -46,7 +54,7 @@ def step(member: torch.optim.Optimizer, pieces: Sequence[Piece], adam: HostAdam)
             if not state:
                 _begin(state, wanted[param], group)
             state["step"] += 1
-            by_step.setdefault(int(state["step"]), []).append(_tensors(param, state))
+            by_step.setdefault(int(state["step"]), []).append(_tensors(wanted[param], state, outgoing))
         for number, every in by_step.items():
             adam.update(every, group, step=number)
 
@@ -62,6 +70,40 @@ def _begin(state: dict[str, Any], piece: Piece, group: dict[str, Any]) -> None:
             state[key] = rows.place(piece.index, key, param.numel(), param.dtype).zero_()
 
 
-def _tensors(param: Tensor, state: dict[str, Any]) -> AdamTensors:
+def _tensors(piece: Piece, state: dict[str, Any], outgoing: Tensor | None) -> AdamTensors:
+    param = piece.tensor
     assert param.grad is not None
-    return AdamTensors(param.detach(), param.grad, state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq"))
+    out = None
+    if outgoing is not None:
+        mine = place_of(piece)
+        out = outgoing[mine.start : mine.stop]
+    maxima = state.get("max_exp_avg_sq")
+    return AdamTensors(param.detach(), param.grad, state["exp_avg"], state["exp_avg_sq"], maxima, out)
+
+
+def outgoing_of(flat: Flat, pieces: Sequence[Piece]) -> Tensor | None:
+    """Memory for what is to travel of `flat` after an update of all of it, where that has to be cast; else `None`."""
+    if not any((action.verb, action.subject) == ("cast", "outgoing") for action in step_parameters(flat.spec)):
+        return None
+    stop = 0
+    for place in sorted(
+        (place_of(piece) for piece in pieces if piece.tensor.grad is not None), key=lambda one: one.start
+    ):
+        if place.start != stop:
+            return None
+        stop = place.stop
+    if any(slot.span.overlap(flat.optim_span).numel and _within(slot.span, flat).stop > stop for slot in flat.slots):
+        return None
+    if flat.outgoing is None:
+        flat.outgoing = flat.host.buffer(flat.optim_span.numel, torch_dtype(flat.spec.table.param.dtype))
+    flat.outgoing[stop:].zero_()
+    return flat.outgoing
+
+
+def place_of(piece: Piece) -> Span:
+    """In its flat buffer's masters on this rank."""
+    return _within(piece.flat.slots[piece.index].span, piece.flat)
+
+
+def _within(span: Span, flat: Flat) -> Span:
+    return span.overlap(flat.optim_span).within(flat.optim_span)

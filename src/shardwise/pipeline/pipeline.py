@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.comm import Line, World, link_between, require_same_batch
 from shardwise.mesh import Mesh
-from shardwise.micro_batches import LossFunction, MicroBatch
+from shardwise.micro_batches import LossFunction, MicroBatch, mean_loss
 from shardwise.pipeline.across import AcrossStages
 from shardwise.pipeline.layout import AXIS, StageLayout
 from shardwise.pipeline.messages import Channel, Layout, most_under_way
@@ -255,7 +255,7 @@ class Pipeline:
         mean = torch.zeros(1, dtype=torch.float32, device=self._device)
         root = self._line.ranks[self.layout.place_of(self._last_stage)]
         if step.losses:
-            mean[0] = sum(step.losses[1:], start=step.losses[0]).reshape(()).float() / len(step.losses)
+            mean[0] = mean_loss(step.losses, step.parts).float()
         self._collectives.broadcast(mean, root, self._line, "loss").wait()
         return mean[0]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardwise.config import PlaceEdit, Plan, Rows, Rule
 from shardwise.errors import ConfigError, PlacementError, nearest
@@ -104,11 +106,10 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
     base = preset(plan.preset).over(mesh)
     compute = (rule.precision if rule is not None else None) or plan.precision
     states: Dtype = compute if WIDTH[compute] >= WIDTH["fp32"] else "fp32"
+    rows = [rows for rows in (plan.rows, rule.rows if rule is not None else None) if rows]
 
     def row(kind: Kind, place: Place, dtype: Dtype) -> Place:
-        edits = [getattr(rows, kind) for rows in (plan.rows, rule.rows if rule is not None else None) if rows]
-        said = {key: value for edit in edits for key, value in edit if value is not None}
-        edited = replace(place, **{"dtype": dtype, **said})
+        edited = replace(place, **{"dtype": dtype, **_said_of(kind, rows)})
         mesh.require(edited.shard + edited.partial, f"{what} {kind!r}")
         if edited.tier == "disk" and kind == "grad":
             raise PlacementError(
@@ -123,8 +124,9 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         return replace(edited, shard=_in_order(edited.shard, mesh), partial=_in_order(edited.partial, mesh))
 
     param, held = row("param", base.param, compute), row("held", base.held, compute)
-    says_where = any(rows.held.tier for rows in (plan.rows, rule.rows if rule is not None else None) if rows)
-    if held.shard == param.shard and not says_where:  # what is held is what rests, wherever that is
+    if held.shard == param.shard and "tier" not in _said_of(
+        "held", rows
+    ):  # what is held is what rests, wherever that is
         held = replace(held, tier=param.tier)
     grad, optim = row("grad", base.grad, states), row("optim", base.optim, states)
     _check_tiers(param, held, grad, optim, what)
@@ -138,6 +140,12 @@ def table_for(plan: Plan, mesh: Mesh, rule: Rule | None = None, *, what: str = "
         wire=plan.wire.grad or compute,
         step="device" if optim.tier == "device" else "host",
     )
+
+
+def _said_of(kind: Kind, rows: Sequence[Rows]) -> dict[str, Any]:
+    """What a plan and a rule say of one row, the rule last."""
+    edits = [getattr(one, kind) for one in rows]
+    return {key: value for edit in edits for key, value in edit if value is not None}
 
 
 def _check_tiers(param: Place, held: Place, grad: Place, optim: Place, what: str) -> None:

@@ -4,9 +4,10 @@ from shardwise.precision.cast import cast_floating
 from shardwise.precision.late import LateFloat, Norm
 from shardwise.precision.norm import check_copies, norm_of, norms_of
 from shardwise.precision.scaling import LossScaler
-from shardwise.precision.verdict import NoNews, Verdict, clip, scale_gradients
+from shardwise.precision.verdict import Agreeing, NoNews, Verdict, clip, scale_gradients
 
 __all__ = [
+    "Agreeing",
     "LateFloat",
     "LossScaler",
     "NoNews",

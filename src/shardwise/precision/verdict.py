@@ -24,7 +24,8 @@ has overflowed, and whether a buffer that rests on the device has changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import Protocol
@@ -63,12 +64,21 @@ class NoNews:
         return
 
 
+@dataclass(frozen=True)
+class Agreeing:
+    """The ranks that come to one verdict. `peers` list the same parameters, and those along the axes `stages` others.
+    With `exchange`, which is among all ranks, they agree by messages, see the note."""
+
+    peers: frozenset[int] = frozenset()
+    stages: frozenset[str] = frozenset()
+    exchange: Callable[[bytes], list[bytes]] | None = None
+
+
 class Verdict:
     """The verdict of one step at a time, over the trainable flat buffers of one model.
 
-    With `exchange`, which is among all ranks, they agree by messages, see the note; `peers` are the ranks that list the
-    same parameters, `stages` the axes along which they list others. `must_know_norm` is for fp16, where a step depends
-    on it. `complete` is called when all gradients are due, before their norm is taken.
+    `must_know_norm` is for fp16, where a step depends on it. `complete` is called when all gradients are due, before
+    their norm is taken.
     """
 
     def __init__(
@@ -77,10 +87,8 @@ class Verdict:
         collectives: Collectives,
         groups: Mapping[str, Group],
         news: News,
+        agreeing: Agreeing,
         *,
-        exchange: Callable[[bytes], list[bytes]] | None = None,
-        peers: Collection[int] = (),
-        stages: Collection[str] = (),
         must_know_norm: bool = False,
         complete: Callable[[], None] | None = None,
     ) -> None:
@@ -88,9 +96,9 @@ class Verdict:
         self._collectives = collectives
         self._groups = groups
         self._news = news
-        self._exchange = exchange
-        self._peers = frozenset(peers)
-        self._stages = frozenset(stages)
+        self._exchange = agreeing.exchange
+        self._peers = agreeing.peers
+        self._stages = agreeing.stages
         self._must_know_norm = must_know_norm
         self._complete = complete
         self._device = flats[0].device if flats else torch.device("cpu")

@@ -25,7 +25,8 @@ class LivingBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def __init__(self, apart: Iterable[torch.Tensor], granule_bytes: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self._apart = {tensor.untyped_storage()._cdata: tensor for tensor in apart}
+        strided = [tensor for tensor in apart if tensor.layout is torch.strided]
+        self._apart = {tensor.untyped_storage()._cdata: tensor for tensor in strided}
         self._granule_bytes = granule_bytes
         self._bytes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}

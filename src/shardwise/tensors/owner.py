@@ -54,21 +54,21 @@ class Owner:
         }
         self._types: dict[type, type] = {}
         for flat in self._flats:
-            flat.guard(self._resting_type)
+            flat.guard.begin(flat.params, self._resting_type)
 
     def close(self) -> None:
         """The engine is closed. Parameters that are whole are plain again; others say that they are not there."""
         self.is_closed = True
         for flat in self._flats:
             if flat.spec.resident:
-                flat.unguard()
+                flat.guard.end()
             else:
-                flat.rest()
+                flat.guard.rest()
 
     def release(self) -> None:
         """All parameters have their own class again; what they read is somebody else's business."""
         for flat in self._flats:
-            flat.unguard()
+            flat.guard.end()
 
     def require_trainable(self) -> None:
         """Raise before a forward if a parameter is to train for whose gradient no memory is planned."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.tiers.align import PAGE, Region, layout
-    from shardwise.tiers.buffers import BufferPool, Stage, pages
+    from shardwise.tiers.buffers import BufferPool, Stage, pages, tensors_in_pages
     from shardwise.tiers.calls import Calls, SystemCalls
     from shardwise.tiers.copying import copy_range
     from shardwise.tiers.direct import open_direct, read_at, write_at
@@ -49,6 +49,7 @@ __all__ = [
     "pages",
     "read_at",
     "steps",
+    "tensors_in_pages",
     "walk",
     "write_at",
 ]
@@ -77,6 +78,7 @@ _HOMES = {
     "pages": "shardwise.tiers.buffers",
     "read_at": "shardwise.tiers.direct",
     "steps": "shardwise.tiers.slices",
+    "tensors_in_pages": "shardwise.tiers.buffers",
     "walk": "shardwise.tiers.slices",
     "write_at": "shardwise.tiers.direct",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -12,6 +13,10 @@ from shardwise.devices import RankDevice
 from shardwise.errors import StateError
 from shardwise.tiers.align import PAGE, up
 from shardwise.units import format_bytes
+
+_ALIGNMENT = 64
+"""As torch's own allocator aligns: kernels are fastest there."""
+_LARGE_PAGE_BYTES = 2**21
 
 
 class Stage:
@@ -35,10 +40,7 @@ class Stage:
 
 def pages(num_bytes: int, device: RankDevice | None = None) -> torch.Tensor:
     """Host memory that begins on a page; pinned for `device`. A flat uint8 tensor of at least `num_bytes`."""
-    mapped = mmap.mmap(-1, max(num_bytes, PAGE))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages does without
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+    mapped = _mapped(max(num_bytes, PAGE))
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     if device is None or device.accelerator is None:
         return memory
@@ -48,6 +50,34 @@ def pages(num_bytes: int, device: RankDevice | None = None) -> torch.Tensor:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     weakref.finalize(mapped, unlock).atexit = False
     return memory
+
+
+def _mapped(num_bytes: int) -> mmap.mmap:
+    """This process's own memory, in large pages where there are some: memory that is shared has small ones."""
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages does without
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+def tensors_in_pages(wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """Host memory for flat tensors of so many elements, undefined, one after the other in one mapping.
+
+    To fill fresh memory costs twice what filling warm memory does, unless its pages are large, and of many tensors each
+    by itself is too small for large pages. It goes when the last of them goes; each has a storage of its own.
+    """
+    starts, num_bytes = [], 0
+    for numel, dtype in wanted:
+        starts.append(num_bytes)
+        num_bytes += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    if num_bytes < _LARGE_PAGE_BYTES:
+        return [torch.empty(numel, dtype=dtype) for numel, dtype in wanted]
+    mapped = _mapped(num_bytes)
+    return [
+        torch.frombuffer(mapped, dtype=dtype, count=numel, offset=start) if numel else torch.empty(0, dtype=dtype)
+        for start, (numel, dtype) in zip(starts, wanted, strict=True)
+    ]
 
 
 class BufferPool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from shardwise.checksum import crc32
 from shardwise.errors import StateError, TierError
 from shardwise.tiers.align import PAGE, down, requests, up
 from shardwise.tiers.buffers import pages
@@ -163,7 +163,7 @@ class DiskFile:
         self._note(was_direct)
         if self._sums is not None and self._is_block(start, view):
             expected = self._sums.get(start)
-            if expected is not None and zlib.crc32(view) != expected:
+            if expected is not None and crc32(view) != expected:
                 raise TierError(
                     f"{format_bytes(len(view))} at byte {start} of {self.path} are not what was written there: the "
                     f"checksum differs. Replace the disk or name a folder on another one, and go on from a checkpoint."
@@ -178,7 +178,7 @@ class DiskFile:
             raise io_fault("writing", self.path, start, start + len(view), error) from error
         self._note(was_direct)
         if self._sums is not None and self._is_block(start, view):
-            self._sums[start] = zlib.crc32(view)
+            self._sums[start] = crc32(view)
 
     def _is_block(self, start: int, view: memoryview) -> bool:
         whole = min(self.queue.block_bytes, self.num_bytes - start)

@@ -1,0 +1,85 @@
+"""Pieces of an optimizer, and their states, where a flat buffer has them in rows on a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.optim.piece import Piece
+from shardwise.storage import Flat
+
+Tensor = torch.Tensor
+
+
+class PiecesInRows:
+    """Leads the pieces of one or several optimizers to where the rows of their flat buffers are: on the disk, or for an
+    update in host memory."""
+
+    def __init__(self, pieces: Sequence[Piece], member_of: Mapping[torch.nn.Parameter, torch.optim.Optimizer]) -> None:
+        self._pieces = pieces
+        self._member_of = member_of
+
+    def fetch(self, flat: Flat) -> None:
+        """What lies on a disk of one flat buffer into host memory, where its pieces and their states are then, until
+        the disk has all of it again."""
+        assert flat.disk is not None
+        assert flat.rows is not None
+        flat.disk.fetch(flat.rows)
+        flat.find_rows()
+        for piece in self._of(flat):
+            self.find(piece)
+
+    def evict(self, flat: Flat) -> None:
+        """Begin to write it back, with the states that an optimizer has made or replaced."""
+        pieces = self._of(flat)
+        for piece in pieces:
+            self.find(piece, moves=True)
+        assert flat.disk is not None
+        assert flat.rows is not None
+
+        def leave_buffer() -> None:
+            flat.land()
+            flat.find_rows()
+
+        flat.disk.evict(flat.rows, leave_buffer)
+        for piece in pieces:
+            self.find(piece)
+
+    def step_one_by_one(self, pieces: Sequence[Piece], step: Callable[[], None]) -> None:
+        """A first step makes states in memory of their own, which then go where they belong: of one piece at a time,
+        rather than of a whole unit."""
+        grads = [piece.tensor.grad for piece in pieces]
+        for piece in pieces:
+            piece.tensor.grad = None
+        for piece, grad in zip(pieces, grads, strict=True):
+            if grad is not None:
+                piece.tensor.grad = grad
+                step()
+                piece.tensor.grad = None
+                self.find(piece, moves=True)
+
+    def find_all(self) -> None:
+        """Let pieces and their states be where the rows are now."""
+        for piece in self._pieces:
+            self.find(piece)
+
+    def find(self, piece: Piece, *, moves: bool = False) -> None:
+        """Let one piece and its states be there; what is not there yet is copied, if it `moves`."""
+        flat, rows = piece.flat, piece.flat.rows
+        if rows is None or not piece.span.numel or not flat.spec.updates_from_disk:
+            return
+        mine = flat.slots[piece.index].span.overlap(flat.optim_span).within(flat.optim_span)
+        piece.tensor.data = flat.master_in_rows()[mine.start : mine.stop]
+        kept: dict[Tensor, dict[str, Any]] = self._member_of[piece.tensor].state
+        state = dict.get(kept, piece.tensor) or {}
+        for key, value in list(state.items()):
+            if isinstance(value, Tensor) and value.dim() and value.shape == piece.tensor.shape:
+                there = rows.place(piece.index, key, value.numel(), value.dtype)
+                if moves and there.data_ptr() != value.data_ptr():
+                    flat.put(there, value)
+                state[key] = there
+
+    def _of(self, flat: Flat) -> list[Piece]:
+        return [piece for piece in self._pieces if piece.flat is flat and piece.span.numel]
