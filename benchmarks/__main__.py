@@ -10,7 +10,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import checkpoint, collectives, compiled, experts, generation, growth, overhead, pipeline, tensor, tiers
+from benchmarks import (
+    checkpoint,
+    collectives,
+    compiled,
+    elastic,
+    experts,
+    generation,
+    growth,
+    horovod,
+    hosts,
+    integrations,
+    mpi,
+    overhead,
+    pipeline,
+    tensor,
+    tiers,
+)
 from benchmarks.draw import draw_races
 from benchmarks.fresh import ROOT, RunError
 from benchmarks.names import ENGINE_NAMES
@@ -30,8 +46,13 @@ PROGRAMS = (
     "tensor",
     "pipeline",
     "experts",
+    "elastic",
     "tiers",
     "generation",
+    "horovod",
+    "integrations",
+    "mpi",
+    "hosts",
 )
 RESULTS = ROOT / "runs" / "bench"
 
@@ -87,11 +108,16 @@ _PROGRAMS = {
     "overhead": overhead.main,
     "growth": growth.main,
     "compile": compiled.main,
+    "elastic": elastic.main,
     "experts": experts.main,
     "tensor": tensor.main,
     "pipeline": pipeline.main,
     "tiers": tiers.main,
     "generation": generation.main,
+    "horovod": horovod.main,
+    "integrations": integrations.main,
+    "mpi": mpi.main,
+    "hosts": hosts.main,
 }
 
 
@@ -106,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rounds",
         type=_positive,
         metavar="N",
-        help="of peers, growth, tiers and generation: how often each runs (default: 3; generation 5)",
+        help="of peers, growth, tiers, generation, integrations: how often (3; generation 5); of elastic: kills (10)",
     )
     saves = parser.add_argument_group("checkpoint, tiers and generation")
     saves.add_argument("--folder", default=".", metavar="DIR", help="where to write, and so which disk (default: here)")

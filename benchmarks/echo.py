@@ -30,6 +30,9 @@ class EchoTransport:
     def lost_ranks(self) -> tuple[int, ...]:
         return ()
 
+    def closed_ranks(self) -> tuple[int, ...]:
+        return ()
+
     def cut(self) -> None:
         """There is nobody whose message one could wait for."""
 

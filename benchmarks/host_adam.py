@@ -19,7 +19,7 @@ import torch
 
 from shardwise.optim.host_adam import AdamTensors, HostAdam
 
-ROUNDS = 9
+ROUNDS = 7
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace, console: Console) -> int:
     folder = Path(args.folder).resolve()
     torch.set_num_threads(num_cores())
     few = Grid((2**20, 2**22), (1, 8), 2**26, 0.2)
-    best = best_of(measure_disk(folder, few if args.quick else Grid((2**20, 2**22, 2**24), (2, 4, 8, 16), 2**29, 0.5)))
+    best = best_of(measure_disk(folder, few if args.quick else Grid((2**20, 2**22, 2**24), (4, 8, 16), 2**29, 0.4)))
     result["setting"] = {"depth": best.depth, "block_bytes": best.block_bytes}
     result["disk"] = _race_disk(folder, file_bytes, IoQueue(best.depth, best.block_bytes), rounds)
     result["adam"] = [_race_adam(threads, args.quick) for threads in sorted({1, num_cores()})]
@@ -72,7 +72,7 @@ OURS_AND_PEERS = {
 
 def _race_engines(folder: Path, file_bytes: int, rounds: int, quick: bool) -> dict[str, Any]:
     """Steps of engines in turns; what the disk does in a step of ours; and `dd` over as many bytes, just after."""
-    size, steps = ("tiny", 2) if quick else ("small", 3)
+    size, steps = ("tiny", 2) if quick else ("few-tokens", 2)
     place = folder / "shardwise-bench-engines"
     options = [f"--size={size}", f"--folder={place}", f"--rounds={rounds}", f"--steps={steps}"]
     try:
@@ -168,7 +168,7 @@ def read_through(file: DiskFile, buffers: Sequence[torch.Tensor]) -> None:
 def _race_adam(threads: int, quick: bool) -> dict[str, Any]:
     """In a process of its own: how many threads OpenMP has is said before it starts."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "benchmarks.host_adam", str(threads), str(2**20 if quick else 2**25)]
+    command = [sys.executable, "-m", "benchmarks.host_adam", str(threads), str(2**20 if quick else 2**24)]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunError(f"AdamW on the host with {threads} threads: {done.stderr.strip()[-500:]}")
@@ -287,7 +287,10 @@ def _show_engines(race: dict[str, Any], console: Console) -> None:
     rows = [["states of a step, ours", f"{format_bytes(ours)}"], ["dd", f"{format_bytes(race['dd_bytes_per_second'])}"]]
     rows.append(["ours over dd", f"{ours / race['dd_bytes_per_second']:.2f}"])
     show_figures("disk in a step of shardwise-infinity, read and written", ["what", "/s"], rows, console)
-    for title, found in (("AdamW", race["disk"][0]), ("NAdam, tensor by tensor", race["slow"][0])):
+    for title, found in (
+        ("AdamW", race["disk"][0]),
+        (f"NAdam {race['slow'][0]['repeats']} times over", race["slow"][0]),
+    ):
         hidden, seconds = median(found["hidden"]), median(found["update_seconds"])
         console.print(f"\nrank 0, {title}: {hidden:.0%} of the disk's time hidden by {seconds:.2f} s of updates")
         for line in found["picture"]:

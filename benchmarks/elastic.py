@@ -1,0 +1,327 @@
+"""A worker is killed (`kill -9`): how long until those that are left have committed a step, and what was lost.
+
+Every library trains the same small model on as many ranks. A process of the benchmark reads what ranks commit, kills
+one, and looks for the first step that all survivors have committed with fewer ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.fresh import GRACE_SECONDS, ROOT, RunError, environment, launcher
+from benchmarks.machine import header
+from benchmarks.results_file import write_result
+from benchmarks.show import show_figures
+
+RANKS = 4
+FOREVER = 10**6
+CALM_STEPS = 20
+"""Before each kill."""
+PATIENCE_SECONDS = 120.0
+NAMES = {
+    "shardwise": "shardwise, --elastic",
+    "torchft": "torchft",
+    "torchrun": "torchrun, restarted",
+    "horovod": "Horovod Elastic",
+}
+SCRIPT = str(ROOT / "benchmarks" / "elastic_rank.py")
+Line = dict[str, Any]
+
+
+@dataclass
+class Job:
+    """One library's ranks, while they run."""
+
+    form: str
+    folder: Path
+    preset: str = "zero3"
+    steps: int = FOREVER
+    elastic: bool = True
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    _read: dict[Path, int] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    lighthouse: Any = None
+
+    def start(self) -> None:
+        env = environment(on_cpu=True) | {"OMP_NUM_THREADS": "1"}
+        for command, more in _commands(self):
+            said = (self.folder / f"output-{len(self.processes)}.txt").open("w")
+            self.processes.append(
+                subprocess.Popen(command, env=env | more, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, text=True)
+            )
+
+    def look(self) -> list[Line]:
+        """What has been committed since the last look."""
+        found: list[Line] = []
+        for path in self.folder.glob("*.jsonl"):
+            with path.open() as stream:
+                stream.seek(self._read.get(path, 0))
+                text = stream.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole.encode())
+            found += [json.loads(line) for line in whole.splitlines()]
+        self.lines += found
+        return found
+
+    def wait(self, what: str, is_so: Any, seconds: float = PATIENCE_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            if time.monotonic() > deadline:
+                raise RunError(f"{NAMES[self.form]}: {what} not after {seconds:.0f} s; {self._last_words()}")
+            time.sleep(0.02)
+            self.look()
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes:
+            try:
+                process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self.lighthouse is not None:
+            self.lighthouse.shutdown()
+
+    def _last_words(self) -> str:
+        texts = [path.read_text().strip().splitlines()[-1:] for path in sorted(self.folder.glob("output-*.txt"))]
+        return " ".join(line for lines in texts for line in lines)[:300]
+
+
+def main(args: argparse.Namespace, console: Console) -> int:
+    num_kills = args.rounds or (3 if args.quick else 10)
+    result: dict[str, Any] = header(args.note) | {"benchmark": "elastic", "ranks": RANKS, "forms": {}, "not_run": {}}
+    file = args.out / "elastic.json"
+    presets = ("zero3",) if args.quick else ("ddp", "zero1", "zero3")
+    for preset in presets:
+        result["forms"][f"shardwise, {preset}"] = _killed(Job("shardwise", _folder(), preset), num_kills)
+        write_result(file, result)
+        console.print(_said(preset, result["forms"][f"shardwise, {preset}"]), markup=False)
+    result["curve"] = _curve("zero3", 3)
+    result["steady"] = _steady(3 if args.quick else 7)
+    for form, most in (("torchft", num_kills), ("torchrun", 3), ("horovod", 1)):
+        why = _why_not(form)
+        if why:
+            result["not_run"][form] = why
+            continue
+        try:
+            result["forms"][form] = _killed(Job(form, _folder()), min(most, num_kills))
+        except RunError as error:
+            result["not_run"][form] = str(error)
+        write_result(file, result)
+    _show(result, console)
+    console.print(f"\n{file}", markup=False)
+    return 0
+
+
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="shardwise-bench-"))
+
+
+def _commands(job: Job) -> list[tuple[list[str], dict[str, str]]]:
+    """What is started, with what besides in the environment."""
+    script = [SCRIPT, job.form, str(job.folder), str(job.steps), job.preset]
+    if job.form == "shardwise":
+        elastic = ["--elastic", f"2:{RANKS}", "--retries", "1000"] if job.elastic else []
+        return [([*launcher(RANKS), *elastic, *script], {})]
+    if job.form == "torchrun":
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "100"]
+        # without it torch 2.13 does not come back: restarted ranks read the addresses of dead ones
+        return [([*run, "--nproc-per-node", str(RANKS), *script], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})]
+    if job.form == "horovod":
+        hosts = job.folder / "hosts.sh"
+        hosts.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:2\n")
+        hosts.chmod(0o755)
+        run = ["horovodrun", "-np", str(RANKS), "--min-np", "2", "--host-discovery-script", str(hosts), "--gloo"]
+        return [([*run, sys.executable, *script], {})]
+    from torchft.coordination import LighthouseServer
+
+    if job.lighthouse is None:
+        job.lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    address = job.lighthouse.address()
+    number = len(job.processes)
+    groups = range(number, number + 1) if number else range(RANKS)
+    return [([sys.executable, *script], {"REPLICA_GROUP_ID": str(n), "TORCHFT_LIGHTHOUSE": address}) for n in groups]
+
+
+def _why_not(form: str) -> str:
+    module = {"torchft": "torchft", "horovod": "horovod.torch"}.get(form)
+    if module is None:
+        return ""
+    found = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    return "" if found.returncode == 0 else f"not installed here: {(found.stderr.strip().splitlines() or ['?'])[-1]}"
+
+
+# -- being killed -------------------------------------------------------------------------------------------
+
+
+def _killed(job: Job, num_kills: int) -> dict[str, Any]:
+    """Kill a rank, see the others go on, let it come back, and once more."""
+    kills: list[dict[str, float]] = []
+    job.start()
+    try:
+        for number in range(num_kills):
+            start = len(job.lines)
+            job.wait("all ranks train", lambda start=start: _calm(job.lines[start:]))
+            kills.append(_one_kill(job, number))
+            if job.form == "torchft":
+                job.start()
+            if job.form == "horovod":  # the whole host of the dead is left out for good
+                break
+        if job.form == "shardwise":
+            start = len(job.lines)
+            job.wait("all ranks train", lambda: _calm(job.lines[start:]))
+    finally:
+        job.end()
+    pauses = _pauses_of_growth(job.lines) if job.form in ("shardwise", "torchft") else []
+    return {
+        "kills": kills,
+        "median_seconds": median(one["seconds"] for one in kills),
+        "worst_seconds": max(one["seconds"] for one in kills),
+        "lost_steps": max(one["lost_steps"] for one in kills),
+        "grow_pauses": pauses,
+        "step_seconds": _step_seconds(job.lines),
+    }
+
+
+def _calm(lines: Sequence[Line]) -> bool:
+    """Whether all ranks have taken some steps together."""
+    steps: dict[int, int] = {}
+    for line in lines:
+        if line["size"] == RANKS:
+            steps[line["pid"]] = steps.get(line["pid"], 0) + 1
+    return len([count for count in steps.values() if count >= CALM_STEPS]) >= RANKS
+
+
+def _one_kill(job: Job, number: int) -> dict[str, float]:
+    """From the signal until every survivor has committed a step without the dead one."""
+    latest = {line["pid"]: line for line in job.lines[-RANKS * CALM_STEPS :] if line["size"] == RANKS}
+    pids = sorted(latest)
+    victim = pids[number % len(pids)]
+    seen = len(job.lines)
+    before = time.time()
+    os.kill(victim, signal.SIGKILL)
+
+    def after() -> dict[int, Line]:
+        """By process: its first step in what came after."""
+        first: dict[int, Line] = {}
+        for line in job.lines[seen:]:
+            is_new = line["pid"] not in latest if job.form == "torchrun" else line["size"] < RANKS
+            if is_new and line["time"] > before:
+                first.setdefault(line["pid"], line)
+        return first
+
+    num_left = {"torchrun": RANKS, "horovod": RANKS // 2}.get(job.form, RANKS - 1)
+    job.wait("the survivors go on", lambda: len(after()) >= num_left)
+    first = after().values()
+    done = max(line["step"] for line in job.lines if line["pid"] in latest and line["size"] == RANKS)
+    again = min(one["step"] for one in first)
+    moments = [float(one["at"] if "at" in one else one["time"]) for one in first]
+    return {"seconds": max(moments) - before, "lost_steps": max(0, done - again + 1)}
+
+
+def _pauses_of_growth(lines: Sequence[Line]) -> list[float]:
+    """Between the last step of fewer ranks and the first of all, by a process that was there before."""
+    by_process: dict[int, list[Line]] = {}
+    for line in lines:
+        by_process.setdefault(line["pid"], []).append(line)
+    longest: dict[int, float] = {}
+    for own in by_process.values():
+        for one, other in pairwise(own):
+            if one["size"] < RANKS == other["size"]:
+                longest[other["step"]] = max(longest.get(other["step"], 0.0), other["time"] - one["time"])
+    return list(longest.values())
+
+
+def _step_seconds(lines: Sequence[Line]) -> float:
+    pid = lines[0]["pid"]
+    times = [line["time"] for line in lines if line["pid"] == pid]
+    return median(b - a for a, b in pairwise(times)) if len(times) > 2 else 0.0
+
+
+# -- the loss, and the cost of being able to ----------------------------------------------------------------
+
+
+def _curve(preset: str, num_kills: int) -> dict[str, float]:
+    """How far the losses of a run with kills are from those of one without, by step."""
+    calm = Job("shardwise", _folder(), preset, steps=(num_kills + 1) * 400)
+    calm.start()
+    try:
+        calm.wait("the run ends", lambda: calm.processes[0].poll() is not None, 600)
+    finally:
+        calm.end()
+    calm.look()
+    killed = Job("shardwise", _folder(), preset)
+    _killed(killed, num_kills)
+    expected = {line["step"]: line["loss"] for line in calm.lines}
+    off = [
+        abs(line["loss"] - expected[line["step"]]) / expected[line["step"]]
+        for line in killed.lines
+        if line["step"] in expected
+    ]
+    return {"steps": len({line["step"] for line in killed.lines} & expected.keys()), "largest_relative": max(off)}
+
+
+def _steady(num_rounds: int) -> dict[str, float]:
+    """Seconds of a step with and without `--elastic`, in turns."""
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(num_rounds):
+        for elastic in found:
+            job = Job("shardwise", _folder(), steps=300, elastic=elastic)
+            job.start()
+            try:
+                job.wait("the run ends", lambda job=job: job.processes[0].poll() is not None)
+            finally:
+                job.end()
+            job.look()
+            found[elastic].append(_step_seconds(job.lines))
+    plain, elastic_seconds = median(found[False]), median(found[True])
+    return {"plain_seconds": plain, "elastic_seconds": elastic_seconds, "over": elastic_seconds / plain - 1}
+
+
+# -- what people read ---------------------------------------------------------------------------------------
+
+
+def _said(name: str, found: dict[str, Any]) -> str:
+    return f"{name}: {found['median_seconds']:.2f} s, worst {found['worst_seconds']:.2f} s"
+
+
+def _show(result: dict[str, Any], console: Console) -> None:
+    rows = []
+    for name, found in result["forms"].items():
+        pauses = found["grow_pauses"]
+        rows.append(
+            [
+                NAMES.get(name, name),
+                str(len(found["kills"])),
+                f"{found['median_seconds']:.2f} s",
+                f"{found['worst_seconds']:.2f} s",
+                str(found["lost_steps"]),
+                f"{median(pauses):.2f} s" if pauses else "-",
+                f"{found['step_seconds'] * 1e3:.1f} ms",
+            ]
+        )
+    headings = ["", "kills", "until a step", "worst", "steps lost", "pause to grow", "step"]
+    show_figures(f"kill -9 of one of {RANKS} ranks", headings, rows, console)
+    if "curve" in result:
+        console.print(f"losses: {result['curve']['largest_relative']:.1e} from those of an undisturbed run, relative")
+    if "steady" in result:
+        console.print(f"a step with --elastic takes {result['steady']['over']:+.1%}")
+    for form, why in result["not_run"].items():
+        console.print(f"{NAMES[form]}: not run; {why}", markup=False)

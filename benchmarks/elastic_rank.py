@@ -1,0 +1,183 @@
+"""A rank of `python -m benchmarks elastic`: a small model trained by one of several elastic libraries.
+
+elastic_rank.py FORM FOLDER STEPS PRESET     FORM: shardwise, torchrun, torchft or horovod
+
+Writes a line for each step that it has committed: what, when, of how many ranks, the loss where all ranks know it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+ROWS, WIDTH, NUM_LAYERS = 12, 256, 4
+SAVE_EVERY = 10
+Tensor = torch.Tensor
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(NUM_LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 8))
+
+
+def sources() -> torch.utils.data.TensorDataset:
+    numbers = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(
+        torch.randn(480, WIDTH, generator=numbers), torch.randn(480, 8, generator=numbers)
+    )
+
+
+def batch_of(step: int, rank: int, size: int) -> list[Tensor]:
+    """What a rank has of a batch, in libraries without a loader that shares unevenly."""
+    first = step * ROWS % 480
+    own = range(first + rank * ROWS // size, first + (rank + 1) * ROWS // size)
+    return [tensor[list(own)] for tensor in sources().tensors]
+
+
+class Told:
+    def __init__(self, folder: Path, name: str) -> None:
+        self._file = (folder / f"{name}-{os.getpid()}.jsonl").open("a")
+
+    def committed(self, step: int, size: int, loss: float | None, **more: Any) -> None:
+        line = {"step": step, "time": time.time(), "size": size, "loss": loss, "pid": os.getpid(), **more}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def shardwise_form(folder: Path, num_steps: int, preset: str) -> None:
+    import shardwise as sw
+
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    world = sw.World.join(timeout_seconds=60)
+    member = world.membership.member if world.membership is not None else world.rank
+    told = Told(folder, f"member-{member}")
+    with sw.shard(model, preset, optimizer=optimizer, world=world) as engine:
+        loader = sw.data.Loader(sources(), batch_rows=ROWS, world=engine.data_ranks, steps=num_steps)
+        loader.seek(engine.num_steps)
+        for x, y in loader:
+            step = engine.num_steps
+            loss = functional.mse_loss(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+            if engine.num_steps > step:
+                at = time.time()
+                told.committed(engine.num_steps, engine.world.size, engine.mean(loss.item()), at=at)
+        loader.close()
+
+
+def torchrun_form(folder: Path, num_steps: int, _: str) -> None:
+    """DDP, restarted from its last checkpoint, of every tenth step."""
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    told, saved = Told(folder, f"rank-{rank}"), folder / "checkpoint.pt"
+    model = nn.parallel.DistributedDataParallel(build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = 0
+    if saved.exists():
+        state = torch.load(saved)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    while step < num_steps:
+        _plain_step(model, optimizer, batch_of(step, rank, size))
+        step += 1
+        told.committed(step, size, None, attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        if step % SAVE_EVERY == 0 and rank == 0:
+            fresh = saved.with_suffix(".new")
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, fresh)
+            fresh.replace(saved)
+    dist.destroy_process_group()
+
+
+def torchft_form(folder: Path, num_steps: int, _: str) -> None:
+    """A replica group of one rank, as torchft's own example of DDP has it."""
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    group = os.environ["REPLICA_GROUP_ID"]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    model = build()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state: dict[str, Callable[[Any], None]] = {"model": model.load_state_dict, "optimizer": inner.load_state_dict}
+
+    def load(given: dict[str, Any]) -> None:
+        for name, value in given.items():
+            state[name](value)
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=datetime.timedelta(seconds=5)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        replica_id=f"replica_{group}",
+        hostname="127.0.0.1",
+    )
+    told = Told(folder, f"replica-{group}")
+    wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    while manager.current_step() < num_steps:
+        before = manager.current_step()
+        optimizer.zero_grad()
+        x, y = batch_of(before, int(group) % 4, 4)
+        functional.mse_loss(wrapped(x), y).backward()  # type: ignore[no-untyped-call]  # torch's own
+        optimizer.step()
+        if manager.current_step() > before:
+            told.committed(manager.current_step(), manager.num_participants(), None)
+    manager.shutdown()
+
+
+def horovod_form(folder: Path, num_steps: int, _: str) -> None:
+    """Committed after every step."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    told = Told(folder, f"rank-{hvd.rank()}")
+    model = build()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        while state.step < num_steps:
+            _plain_step(model, optimizer, batch_of(state.step, hvd.rank(), hvd.size()))
+            state.step += 1
+            state.commit()
+            told.committed(state.step, hvd.size(), None)
+
+    train(hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0))
+
+
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: list[Tensor]) -> None:
+    optimizer.zero_grad()
+    functional.mse_loss(model(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]  # likewise
+    optimizer.step()
+
+
+FORMS = {
+    "shardwise": shardwise_form,
+    "torchrun": torchrun_form,
+    "torchft": torchft_form,
+    "horovod": horovod_form,
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with contextlib.suppress(KeyboardInterrupt):
+        FORMS[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

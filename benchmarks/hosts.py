@@ -1,0 +1,125 @@
+"""Engines between hosts: bytes over each link beside what was promised, steps, and how much of it is hidden.
+
+Hosts are namespaces of this machine (`namespaces.py`), which takes root. They share its cores, so the model is small
+and takes a given time to compute ([Note: paced blocks] in `hosts_rank.py`), and links of 0.1 to 1 Gbit/s are to it what
+10 and more are to a model that is a hundred times as large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.figures import Figures, read_figures
+from benchmarks.fresh import RunError, environment
+from benchmarks.hosts_names import FREE, Row, Turn, beside, engines_for, faults_of, rows_of
+from benchmarks.machine import allocator_settings, header, load_average
+from benchmarks.namespaces import Hosts, ended_by_signals, folder_for_all, obstacle
+from benchmarks.results_file import write_result
+from benchmarks.show import show_figures
+from benchmarks.summary import TOLERANCE
+
+RATES: tuple[float, ...] = (FREE, 0.1e9, 1e9)
+SHAPES: tuple[tuple[int, int], ...] = ((2, 2), (2, 1), (4, 1))
+"""Hosts, and ranks on each."""
+BLOCK_SECONDS = 0.12
+TIMEOUT_SECONDS = 1800
+
+
+def main(args: argparse.Namespace, console: Console) -> int:
+    """0; 1 if an engine trains otherwise than the others, or sends what it did not say. Raises `RunError`."""
+    why = obstacle()
+    if why:
+        raise RunError(f"hosts as network namespaces: {why}")
+    size, rates, shapes, num_steps, seconds = "hosts", RATES, SHAPES, 3, BLOCK_SECONDS
+    if args.quick:
+        size, rates, shapes, num_steps, seconds = "tiny", (FREE, 0.1e9), ((2, 2),), 2, 0.01
+    result: dict[str, Any] = header(args.note) | {"benchmark": "hosts", "size": size, "block_seconds": seconds}
+    result["races"] = []
+    wrong = []
+    for num_hosts, num_local in shapes:
+        engines = engines_for(num_local, has_deepspeed=find_spec("deepspeed") is not None)
+        options = [f"--engines={','.join(engines)}", f"--size={size}", f"--rates={','.join(map(str, rates))}"]
+        options += [f"--rounds={args.rounds or (1 if args.quick else 2)}", f"--steps={num_steps}"]
+        options += [f"--block-seconds={seconds}"]
+        before = load_average()
+        ranks = run_on_hosts("benchmarks.hosts_rank", options, num_hosts, num_local)
+        turns = [[Turn(*turn) for turn in rank["turns"]] for rank in ranks]
+        rows = rows_of(turns, num_local, ranks[0]["promised"])
+        race: dict[str, Any] = {"hosts": num_hosts, "ranks_per_host": num_local, "load_average_before": before}
+        race |= {"turns": turns, "rows": [row._asdict() for row in rows], "beside": beside(rows)}
+        result["races"].append(race)
+        file = write_result(args.out / "hosts.json", result)
+        for rate in rates:
+            _show(num_hosts, num_local, rate, [row for row in rows if row.rate == rate], console)
+        wrong += [f"{num_hosts} x {num_local}: {sentence}" for sentence in faults_of(rows, TOLERANCE["fp32"])]
+    console.print(f"\n{file}", markup=False)
+    for sentence in wrong:
+        console.print(sentence, markup=False)
+    return 1 if wrong else 0
+
+
+def run_on_hosts(module: str, options: Sequence[str], num_hosts: int, num_local: int) -> list[Figures]:
+    """What ranks of `python -m module options --out FOLDER` on hosts of their own found, by rank.
+
+    They have their links shaped as they ask for it, by a file `rate` in that folder. Raises `RunError`.
+    """
+    command = [sys.executable, "-m", module, *options]
+    variables = {**environment(on_cpu=True), **allocator_settings(os.environ), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with ExitStack() as stack:
+        stack.enter_context(ended_by_signals())
+        folder = stack.enter_context(folder_for_all())
+        hosts = stack.enter_context(Hosts(num_hosts))
+        log = stack.enter_context((folder / "log").open("wb"))
+        processes = [
+            hosts.start(host, [*command, "--out", str(folder)], variables, num_ranks=num_local, out=log.fileno())
+            for host in range(num_hosts)
+        ]
+        _attend(processes, hosts, folder)
+        figures = read_figures(folder, num_hosts * num_local)
+        errors = [each["error"] for each in figures if "error" in each]
+        if any(process.returncode for process in processes) or not all(figures):
+            said = (folder / "log").read_text(errors="replace").strip().splitlines()
+            raise RunError((errors or said[-1:] or ["ranks ended without a word"])[0])
+        return figures
+
+
+def _attend(processes: Sequence[subprocess.Popen[bytes]], hosts: Hosts, folder: Path) -> None:
+    """Return when all have ended, or one has failed."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    wish = folder / "rate"
+    while any(process.poll() is None for process in processes):
+        if any(process.returncode for process in processes):
+            time.sleep(5)  # the others say why, too
+            return
+        if wish.exists():
+            rate = float(wish.read_text())
+            wish.unlink()
+            hosts.shape(rate or None)
+            (folder / "rate-done").write_text("")
+        if time.monotonic() > deadline:
+            raise RunError(f"not done after {TIMEOUT_SECONDS} s")
+        time.sleep(0.02)
+
+
+def _show(num_hosts: int, num_local: int, rate: float, rows: Sequence[Row], console: Console) -> None:
+    links = f"links of {rate / 1e9:g} Gbit/s" if rate else "links not shaped"
+    columns = ["engine", "ms/step", "CPU ms", "MB over a link", "promised", "ranks say", "hidden", "loss"]
+    show_figures(f"{num_hosts} hosts x {num_local}, {links}", columns, list(map(_line, rows)), console)
+
+
+def _line(row: Row) -> list[str]:
+    promised, told = (f"{each / 1e6:.2f}" if each is not None else "" for each in (row.promised_bytes, row.told_bytes))
+    hidden = f"{row.hidden:.2f}" if row.hidden is not None else ""
+    times = [f"{row.step_seconds * 1e3:.0f}", f"{row.cpu_seconds * 1e3:.0f}"]
+    return [row.engine, *times, f"{row.link_bytes / 1e6:.2f}", promised, told, hidden, f"{row.loss:.6f}"]
