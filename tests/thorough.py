@@ -1,4 +1,5 @@
-"""How much of the tests `make test` runs; `make thorough`, which continuous integration runs as well, has the rest."""
+"""How much of the tests `make test` runs. `make thorough`, which continuous integration runs as well, has more, and
+`make exhaustive`, before a release, the rest."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from collections.abc import Sequence
 import pytest
 
 THOROUGH = bool(os.environ.get("THOROUGH"))
+_SHARE = {"": "test", "1": "thorough", "all": "exhaustive"}[os.environ.get("THOROUGH", "")]
+_MOST_TURNS = 2
+"""Of the turns that `make test` leaves out, `make thorough` has at most so many."""
 
 
 def drawn(usually: int, thoroughly: int) -> int:
@@ -17,7 +21,8 @@ def drawn(usually: int, thoroughly: int) -> int:
 
 
 def one_in(number: int) -> pytest.MarkDecorator:
-    """For modules whose tests have many cases: `make test` runs one in `number` of each, `make thorough` the others."""
+    """For modules whose tests have many cases: `make test` runs one in `number` of each, `make thorough` up to twice
+    as many others."""
     return pytest.mark.one_in(number)
 
 
@@ -32,6 +37,7 @@ def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
             continue
         test = item.nodeid.partition("[")[0]
         place, counts[test] = counts.get(test, 0), counts.get(test, 0) + 1
-        is_usual = (place + zlib.crc32(test.encode())) % mark.args[0] == 0 or "[" not in item.nodeid
-        (later if is_usual == THOROUGH else now).append(item)
+        turn = (place + zlib.crc32(test.encode())) % mark.args[0] if "[" in item.nodeid else 0
+        share = "test" if turn == 0 else "thorough" if turn <= _MOST_TURNS else "exhaustive"
+        (now if share == _SHARE else later).append(item)
     return now, later

@@ -1,9 +1,9 @@
-"""What the job tells: progress, record, curve, and at the end a table. Rank 0 speaks for all."""
+"""What the job tells: progress, curve, and at the end a table. Rank 0 speaks for all. The engine keeps the record."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.panel import Panel
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 import shardwise as sw
-from shardwise.monitor import Progress, RunRecord, plot_loss, process_memory
+from shardwise.monitor import Progress, plot_loss, process_memory
 from shardwise.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,12 +28,11 @@ KINDS = {
 class Report:
     """Use it in a `with`. Every rank may call everything; ranks other than 0 stay silent."""
 
-    def __init__(self, folder: Path, plan: sw.Plan, world: sw.World, *, total: int, resumed_step: int | None) -> None:
+    def __init__(self, folder: Path, world: sw.World, *, total: int, resumed_step: int | None) -> None:
         self.folder = folder
         self._speaks = world.rank == 0
         self._console = Console(highlight=False, quiet=not self._speaks)
         self._progress = Progress(total, resumed_step or 0, console=self._console)
-        self._record = self._open_record(plan.model_dump(mode="json"), world.size, resumed_step)
 
     def __enter__(self) -> Report:
         self._progress.__enter__()
@@ -41,21 +40,15 @@ class Report:
 
     def __exit__(self, *_: object) -> None:
         self._progress.__exit__()
-        if self._record is not None:
-            self._record.close()
 
     def note(self, text: str) -> None:
         self._progress.note(text)
 
-    def step(self, step: int, *, loss: float, batch_tokens: int, **more: Any) -> None:
+    def step(self, step: int, *, loss: float, batch_tokens: int) -> None:
         """`step` steps are done; `loss` and `batch_tokens` are those of the last one, over all ranks."""
-        if self._record is not None:
-            self._record.write("step", step=step, loss=loss, tokens=step * batch_tokens, **more)
         self._progress.update(step, loss=loss, tokens=batch_tokens, memory_bytes=process_memory().now_bytes)
 
     def validation(self, step: int, loss: float) -> None:
-        if self._record is not None:
-            self._record.write("validation", step=step, loss=loss)
         self.note(f"step {step}: validation loss {loss:.3f}")
 
     def curve(self) -> None:
@@ -63,7 +56,7 @@ class Report:
         if not self._speaks:
             return
         try:
-            self.note(f"loss curve: {plot_loss(self._record_path, self.folder / 'loss.png')}")
+            self.note(f"loss curve: {plot_loss(self.folder / 'record.jsonl', self.folder / 'loss.png')}")
         except sw.ShardwiseError as missing:
             self.note(str(missing))
 
@@ -88,14 +81,3 @@ class Report:
         self._console.print(table)
         peak = format_bytes(process_memory().peak_bytes)
         self.note(f"The whole process, with Python, torch and activations: {peak} at most.")
-
-    @property
-    def _record_path(self) -> Path:
-        return self.folder / "record.jsonl"
-
-    def _open_record(self, plan: dict[str, Any], world_size: int, step: int | None) -> RunRecord | None:
-        if not self._speaks:
-            return None
-        if step is None:
-            return RunRecord.start(self._record_path, plan=plan, world_size=world_size)
-        return RunRecord.resume(self._record_path, step=step, plan=plan, world_size=world_size)

@@ -9,12 +9,12 @@ command goes on from there, on as many processes as you like.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -71,7 +71,7 @@ def main() -> int:
         run = build(args, world)
         with closing(run.engine), run.train, run.validation:
             done = resume(run)
-            with Report(run.folder, run.plan, world, total=args.steps, resumed_step=done) as report:
+            with Report(run.folder, world, total=args.steps, resumed_step=done) as report:
                 finished = train(run, done or 0, stop, report)
             return finish(run, stop, report) if finished else interrupted(stop)
 
@@ -141,18 +141,8 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
         report.note(f"{ROWS} rows do not divide among {run.world.size} ranks: a step takes {run.rows}.")
     batches = iter(run.train)
     for step in range(done + 1, steps + 1):
-        started = time.perf_counter()
-        lr = run.scheduler.get_last_lr()[0]
-        loss, norm = train_step(run, batches)
-        seconds = time.perf_counter() - started
-        report.step(
-            step,
-            loss=loss,
-            batch_tokens=run.rows * run.args.context,
-            lr=lr,
-            norm=norm,
-            seconds=seconds,
-        )
+        loss = train_step(run, batches)
+        report.step(step, loss=loss, batch_tokens=run.rows * run.args.context)
         stopping = run.engine.any_rank(stop.requested)
         if stopping or step == steps or step % run.args.save_every == 0:
             save(run, step)
@@ -164,18 +154,19 @@ def train(run: Run, done: int, stop: StopRequest, report: Report) -> bool:
     return True
 
 
-def train_step(run: Run, batches: Iterator[Tensor]) -> tuple[float, float | None]:
-    """One optimizer step; the mean loss over all ranks, and the norm of the gradient if it is clipped."""
+def train_step(run: Run, batches: Iterator[Tensor]) -> float:
+    """One optimizer step; the mean loss over all ranks, which is in the record of the run then."""
     loss = run.engine.train_step((rows[:, :-1], rows[:, 1:]) for rows in batches)
     run.scheduler.step()
-    return run.engine.mean(loss.item()), run.engine.gradient_norm
+    tokens = run.rows * run.args.context // run.engine.data_ranks[1]
+    return run.engine.log({"loss": loss}, tokens=tokens)["loss"]
 
 
 def validate(run: Run) -> float:
     """The mean loss over the same few batches of held-out files, every time."""
     run.validation.seek(0)
     losses = [run.engine.eval_step((rows[:, :-1], rows[:, 1:])).item() for rows in run.validation]
-    return run.engine.mean(sum(losses) / len(losses))
+    return run.engine.log({"loss": sum(losses) / len(losses)}, kind="validation")["loss"]
 
 
 def finish(run: Run, stop: StopRequest, report: Report) -> int:
@@ -236,7 +227,8 @@ def identity(run: Run) -> dict[str, Any]:
 def load_plan(args: argparse.Namespace) -> sw.Plan:
     """The plan as given, with this job's wishes where it says nothing."""
     plan = sw.load_plan(args.plan, overrides=tuple(args.set))
-    wishes = (f"{key}={value}" for key, value in JOB_PLAN.items() if plan.origin(key) == "default")
+    job_plan = {**JOB_PLAN, "run": json.dumps(str(folder_of(args)))}
+    wishes = (f"{key}={value}" for key, value in job_plan.items() if plan.origin(key) == "default")
     return sw.load_plan(args.plan, overrides=(*wishes, *args.set))
 
 

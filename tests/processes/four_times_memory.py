@@ -6,6 +6,7 @@ limit). Rank 0 prints its losses.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import threading
@@ -26,17 +27,27 @@ def data_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
-def warm_up() -> None:
-    """What torch imports and allocates at its first step is nobody's doing."""
-    model = nn.Linear(2, 2)
+def warm_up(preset: str, folder: str) -> None:
+    """What torch and shardwise import and allocate at their first step is no model's doing."""
+    model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 2)).sum().backward()
-    optimizer.step()
+    alone = sw.World.join(environment={})
+    with sw.shard(model, plan_of(preset, folder, 1), optimizer=optimizer, world=alone) as engine:
+        engine.backward(engine(torch.ones(2, 2)).sum())
+        engine.step()
+
+
+def plan_of(preset: str, folder: str, num_layers: int) -> dict[str, object]:
+    units = [str(unit) for unit in range(num_layers)]
+    plan: dict[str, object] = {"preset": preset, "precision": "bf16", "units": units}
+    if preset == "infinity":
+        plan |= {"disk": folder, "rows": {"param": {"tier": "disk"}}}
+    return plan
 
 
 def main(preset: str, folder: str, limit: int) -> None:
     torch.set_num_threads(1)
-    warm_up()
+    warm_up(preset, f"{folder}-warm-{os.environ['RANK']}")
     world = sw.World.join()
     if limit:
         allowed = data_bytes() + limit
@@ -44,11 +55,9 @@ def main(preset: str, folder: str, limit: int) -> None:
     torch.manual_seed(0)
     with sw.deferred_init():
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    plan: dict[str, object] = {"preset": preset, "precision": "bf16", "units": [str(place) for place in range(LAYERS)]}
-    if preset == "infinity":
-        plan |= {"disk": folder, "rows": {"param": {"tier": "disk"}}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    with sw.shard(model, plan, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), world=world) as engine:
+    with sw.shard(model, plan_of(preset, folder, LAYERS), optimizer=optimizer, world=world) as engine:
         for step in range(NUM_STEPS):
             x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * step + world.rank))
             loss = (engine(x).float() - x).square().mean()

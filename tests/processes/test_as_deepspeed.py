@@ -12,6 +12,7 @@ import pytest
 
 import warm
 
+Finished = subprocess.CompletedProcess[str]
 SCRIPT = """
     import argparse
 
@@ -48,9 +49,60 @@ SCRIPT = """
         print("LOSSES", losses[0], losses[-1], engine.global_steps, dist.get_world_size())
 """
 
+EXPERTS = """
+    import argparse
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [warm.python(), "-m", "shardwise", "launch", "--as-deepspeed", *arguments]
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inward, self.outward = torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)
+            self.moe = MoE(8, torch.nn.Linear(8, 8), num_experts=4, ep_size=2, use_rts=False, capacity_factor=0.7)
+
+        def forward(self, x, y):
+            out, l_aux, _ = self.moe(torch.tanh(self.inward(x)))
+            return torch.nn.functional.mse_loss(self.outward(out), y) + 0.1 * l_aux
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    args = deepspeed.add_config_arguments(parser).parse_args()
+    deepspeed.init_distributed()
+    rank = dist.get_rank()
+    assert args.local_rank == rank
+    data = torch.randn(5, 2, 16, 9, generator=torch.Generator().manual_seed(0))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Model())
+    model, twin = models
+    assert has_moe_layers(model) == (True, 4)
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    engine, *_ = deepspeed.initialize(args=args, model=model, optimizer=torch.optim.SGD(groups, lr=0.1))
+    alone = torch.optim.SGD(twin.parameters(), lr=0.1)
+    worst = 0.0
+    for batch in data:
+        loss = engine(batch[rank, :, :8], batch[rank, :, 8:])
+        engine.backward(loss)
+        engine.step()
+        both = [twin(part[:, :8], part[:, 8:]) for part in batch]
+        worst = max(worst, abs(loss.item() - both[rank].item()))
+        alone.zero_grad()
+        (sum(both) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        alone.step()
+    held = model.moe.deepspeed_moe.experts.weight.shape[0]
+    if rank == 0:
+        print("WORST", worst, held)
+"""
+
+
+def run(folder: Path, *arguments: str, verb: tuple[str, ...] = ("launch", "--as-deepspeed")) -> Finished:
+    command = [warm.python(), "-m", "shardwise", *verb, *arguments]
     environment = os.environ | {"TMPDIR": str(folder)} | warm.RANKS_TOO
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
@@ -72,3 +124,15 @@ def test_an_unmodified_script_trains(folder: Path) -> None:
     assert float(said[2]) < float(said[1])
     assert said[3:] == ["8", "2"]
     assert "zero_optimization.overlap_comm: not needed" in done.stdout
+
+
+def test_ranks_share_in_experts_by_deepspeeds_own_command_line(folder: Path) -> None:
+    (folder / "experts.py").write_text(textwrap.dedent(EXPERTS))
+    (folder / "hosts").write_text("localhost slots=2\n")
+    words = ("--hostfile", "hosts", "--launcher", "pdsh", "experts.py", "--deepspeed", "--deepspeed_config", "ds.json")
+    done = run(folder, *words, verb=("deepspeed",))
+    assert done.returncode == 0, done.stderr
+    said = next(line.split() for line in done.stdout.splitlines() if line.startswith("WORST"))
+    assert float(said[1]) < 1e-5
+    assert said[2] == "2"
+    assert "--launcher is about other hosts" in done.stderr

@@ -53,6 +53,10 @@ def test_a_run_leaves_its_artefacts_and_goes_on_at_another_size(tmp_path: Path) 
     assert (out / "checkpoints" / "step-00000006").is_dir()
     assert "a sample" in first.stdout
     assert "promised" in first.stdout
+    whole = record(out)
+    assert {line["kind"] for line in whole.lines} == {"step", "validation", "ranks", "memory", "end"}
+    assert {"tokens_per_second", "seconds", "norm", "lr"} <= {name for line in whole.lines for name in line}
+    assert next(len(line["ranks"]) for line in whole.lines if "ranks" in line) == whole.header["world_size"] == 2
 
     second = run(out, "--steps", "8", nproc=1)
     assert second.returncode == 0, second.stderr

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import read, write
+from shardwise.checkpoint import recipe, write
 from shardwise.optim import host_step
 from shardwise.storage import DiskMemory
 from shardwise.tiers import calls
@@ -73,7 +73,7 @@ def prepare(killer: Killer, phase: str, model: nn.Module) -> None:
         case "saving":
             killer.before(write, "write_at")
         case "resuming":
-            killer.before(read.Reader, "fill")
+            killer.before(recipe, "_stream")
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from shardwise.checkpoint.codec import decode, encode
 from shardwise.checkpoint.folder import tidy
 from shardwise.checkpoint.image import WINDOW, Sums, image_of
 from shardwise.checkpoint.lock import LOCK, FolderLock
-from shardwise.checkpoint.write import Copying, Snapshot, live, staged
+from shardwise.checkpoint.snapshot import Snapshot, staged
+from shardwise.checkpoint.write import Copying, live
 from shardwise.devices import RankDevice
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.placement import Span
@@ -201,8 +202,7 @@ def test_an_image_is_what_safetensors_reads(tmp_path: Path) -> None:
 def test_sums_are_those_of_each_block() -> None:
     image = image_of("f", content(), {"rank/0": b"x"})
     stage = torch.zeros(image.padded_bytes, dtype=torch.uint8)
-    image.copy_to(stage, range(len(image.parts)))
-    stage[: len(image.head)] = torch.frombuffer(bytearray(image.head), dtype=torch.uint8)
+    image.read(0, stage)
     sums = Sums(image)
     for window in staged(stage):
         sums.add(window)

@@ -118,9 +118,12 @@ def test_version_help_and_unknown_options(capsys: pytest.CaptureFixture[str]) ->
         (["explain", "zero3", "--wrld=2"], "Did you mean '--world'?"),
         (["launch", "--npoc", "2", "train.py"], "Did you mean '--nproc'?"),
         (["explain", "zero3", "zero2"], "unrecognized arguments: zero2\n"),
+        (["launch", "--where", "slurn", "train.py"], "argument --where: there is no 'slurn'. Did you mean 'slurm'?"),
+        (["launch", "--bind", "core", "train.py"], "argument --bind: there is no 'core'. Did you mean 'cores'?"),
+        (["launch", "--kind", "x", "train.py"], "there is no 'x'. Known: job, jobset, trainjob."),
     ],
 )
-def test_an_unknown_option_gets_the_nearest(
+def test_an_unknown_option_or_choice_gets_the_nearest(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2

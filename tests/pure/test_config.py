@@ -300,6 +300,13 @@ def test_a_wrong_value_names_its_path(values: dict[str, Any]) -> None:
     assert "; expected " in message
 
 
+ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join(f'*{before}' for _ in range(10))}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""Nine lines that stand for a billion values."""
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -324,7 +331,15 @@ def test_a_wrong_value_names_its_path(values: dict[str, Any]) -> None:
         ("a.json", "[1]", "a.json:1: a plan is a mapping of keys to values"),
         ("a.json", '{"a": {"b": 1,\n"b": 2}}', "a.json:2: the key 'b' is given twice, first on line 1."),
         ("a.json", '{"a": ' + "9" * 5000 + "}", "a.json: this cannot be read: Exceeds the limit"),
-        ("a.json", '{"a":' * 100_000, "a.json: the values are nested too deeply"),
+        ("a.json", '{"a":' * 50_000, "a.json: the values are nested too deeply"),
+        (
+            "a.json",
+            '{"a": 1}' + 300_000 * " x",
+            "a.json has more than 262144 characters, which is too long for a plan.",
+        ),
+        ("a.yaml", ALIASES, "a.yaml:5: it stands for more than 20000 values."),
+        ("a.yaml", "a: " + "[" * 50_000, "a.yaml: the values are nested too deeply"),
+        ("a.toml", "a = [\n" + "1,\n" * 2_000 + "]", "a.toml:1: a value has"),
         ("a.toml", "preset = \n", "a.toml:1: this is not TOML: Invalid value."),
         (
             "a.toml",

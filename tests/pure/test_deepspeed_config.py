@@ -132,7 +132,14 @@ REFUSED = {
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
         "zero_quantized_weights",
     ),
-    "a section of ours": ({"elasticity": {"enabled": True}}, "elasticity: the global batch"),
+    "a batch said twice": (
+        {"elasticity": {"enabled": True}, "train_batch_size": 8},
+        "elasticity says what the batch is, and so does train_batch_size",
+    ),
+    "ranks that cannot share an elastic batch": (
+        {"elasticity": {"enabled": True, "version": 0.1, "min_gpus": 5}},
+        "numbers of data-parallel ranks, of which 4 is none; the nearest are 5",
+    ),
     "sums": ({"gradient_allreduce_op": "sum"}, "multiply the loss"),
     "a number that is text": ({"gradient_clipping": "much"}, "gradient_clipping is 'much', which is no number"),
     "a flag that is a number": ({"fp16": {"enabled": 1}}, "true or false"),
@@ -218,7 +225,7 @@ def test_a_file_that_is_none(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--hostfile", "hosts"), "--hostfile is about several hosts"),
+        (("--num_nodes", "2"), "--nodes is about other hosts than this one"),
         (("--num_gpus", "2", "--nproc", "3"), "are two counts"),
         (("--shardwise", "zero3"), "takes its plan from the DeepSpeed config"),
     ],

@@ -166,6 +166,25 @@ def test_ranks_that_share_in_a_sequence(capsys: pytest.CaptureFixture[str]) -> N
     assert set(told["sent_bytes_by_axis"]) == {"dp", "sp"}
 
 
+def test_what_leaves_a_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """One copy crosses: between two hosts half of each whole, and for `hsdp` gradients' sums alone."""
+
+    def told(*words: str) -> dict[str, Any]:
+        return dict(json.loads(said(capsys, *words, "--world", "8", "--json")))
+
+    one = told("zero3")
+    assert "sent_bytes_by_host" not in one
+    assert told("zero3", "--per-host", "8")["sent_bytes_by_host"] == [0]
+    alone = told("zero3", "--per-host", "1")["sent_bytes_by_host"]
+    assert alone == [one["sent_bytes_per_step"]] * 8
+    two = told("zero3", "--per-host", "4")["sent_bytes_by_host"]
+    assert two == [alone[0] * 4 // 7] * 2
+    assert told("hsdp", "--per-host", "4")["sent_bytes_by_host"][0] < 0.75 * two[0]
+    assert "leave each host of 4" in " ".join(said(capsys, "zero3", "--world", "8", "--per-host", "4").split())
+    with pytest.raises(ConfigError, match="--per-host is 3, which does not divide --world 8"):
+        told("zero3", "--per-host", "3")
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("world", ["1", "8"])
 def test_every_preset_can_be_explained(name: str, world: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,7 +133,7 @@ class Elsewhere:
     def __init__(self) -> None:
         self.now = self.peak = self.num_fetched = 0
 
-    def put(self, source: torch.UntypedStorage) -> Away:
+    def put(self, source: torch.UntypedStorage, unit: str) -> Away:
         self.now += source.nbytes()
         self.peak = max(self.peak, self.now)
         return Away(self, source)

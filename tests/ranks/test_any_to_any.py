@@ -64,13 +64,12 @@ def whole(engine: sw.Engine) -> Tensors:
     return found
 
 
-def damage(path: Path) -> None:
-    """Another last byte, which is one of a tensor's."""
-    with path.open("r+b") as file:
-        file.seek(-1, 2)
-        last = file.read(1)[0]
-        file.seek(-1, 2)
-        file.write(bytes([last ^ 1]))
+def damage(path: Path, place: int = -1) -> None:
+    """Another byte at `place`; the last one is one of a tensor's, but on rank 0."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    with path.open("r+b") as file:  # the same file
+        file.write(content)
 
 
 def assert_same(one: Tensors, other: Tensors, *, rounded: bool) -> None:
@@ -183,14 +182,23 @@ def test_any_to_any(wrote: tuple[int, dict[str, Any]], reads: tuple[int, dict[st
     assert read_losses == pytest.approx(losses, rel=1e-6 if precisions == {"fp32"} else 2e-2)
 
 
-@pytest.mark.parametrize("has_room", [True, False])
-def test_each_rank_reads_and_holds_what_it_needs(has_room: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    """From 2 ranks to 8: each byte once, but for the edges of blocks; parameters twice where there is no memory beside
-    those that are there, to check and then to fill. Allocated are the states, and the few blocks that reading takes.
-    """
+def with_spare(monkeypatch: Any, num_bytes: int, is_cached: Callable[[int], bool] = lambda place: False) -> None:
+    """So much memory to spare on each rank; what begins at byte `place` of a file is in the page cache, or not."""
+    monkeypatch.setattr(import_module("shardwise.checkpoint.load"), "spare_bytes", lambda num_sharers: num_bytes)
     monkeypatch.setattr(
-        import_module("shardwise.checkpoint.load"), "spare_bytes", lambda num_sharers: 2**40 if has_room else 0
+        import_module("shardwise.checkpoint.read"), "has_all", lambda handle, start, stop: is_cached(start)
     )
+
+
+@pytest.mark.parametrize(("has_room", "is_cached"), [(True, False), (False, False), (True, True)])
+def test_each_rank_reads_and_holds_what_it_needs(
+    has_room: bool, is_cached: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """From 2 ranks to 8: each byte once, but for the edges of blocks; parameters twice where there is no memory beside
+    those that are there, or none is needed, to check and then to fill. Allocated are the states, and the few blocks
+    that reading takes.
+    """
+    with_spare(monkeypatch, 2**40 if has_room else 0, lambda place: is_cached)
     num_layers, layer_bytes = 4, 4 * 1024 * 1024
     needed = 3 * num_layers * layer_bytes // 8
 
@@ -215,16 +223,19 @@ def test_each_rank_reads_and_holds_what_it_needs(has_room: bool, tmp_path: Path,
     run_ranks(2, write)
     assert sum(path.stat().st_size for path in tmp_path.rglob("rank-*")) < 8 * needed * 1.01  # each element once
     for num_bytes_read, peak_bytes in run_ranks(8, read):
-        due, held = (needed, needed) if has_room else (4 / 3 * needed, 2 / 3 * needed)
+        due, held = (needed, needed) if has_room and not is_cached else (4 / 3 * needed, 2 / 3 * needed)
         assert due <= num_bytes_read <= due * 1.02 + 2 * 2**16
         assert peak_bytes <= held + 4 * 2**20 + 2**17
 
 
-@pytest.mark.parametrize("spare", [0, 2000, 2**40])
+@pytest.mark.parametrize(("spare", "is_cached"), [(0, False), (2000, False), (2**40, False), (2**40, True)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_over_a_state_that_is_there(spare: int, precision: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """However much of it is kept aside while it is checked; and a checkpoint that is damaged changes nothing."""
-    monkeypatch.setattr(import_module("shardwise.checkpoint.load"), "spare_bytes", lambda num_sharers: spare)
+def test_over_a_state_that_is_there(
+    spare: int, is_cached: bool, precision: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """However much of it is kept aside while it is checked, and if half of it comes out of the page cache; and a
+    checkpoint that is damaged changes nothing."""
+    with_spare(monkeypatch, spare, lambda place: is_cached and place // 64 % 2 == 0)
     data = batches(4, rows=ROWS)
 
     def work(engine: sw.Engine) -> None:
@@ -245,6 +256,32 @@ def test_over_a_state_that_is_there(spare: int, precision: str, tmp_path: Path, 
         assert_same(whole(engine), before, rounded=False)
 
     on_ranks(2, {"preset": "zero3", "precision": precision}, work)
+
+
+def test_a_checkpoint_that_changes_after_it_was_checked_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """What is read a second time is checked a second time; a whole checkpoint then makes the model whole again."""
+    with_spare(monkeypatch, 2**40, lambda place: True)
+    data, module = batches(2, rows=ROWS), import_module("shardwise.checkpoint.load")
+    plain = module.fill
+
+    def after_damage(recipe: Any, reader: Any, optimizer: Any) -> None:
+        if "bad" in reader.path.parts:
+            last = max(reader.index.chunks, key=lambda chunk: (chunk.kind == "param", chunk.offset))
+            damage(reader.path / last.file, last.offset + 5)
+        plain(recipe, reader, optimizer)
+
+    def work(engine: sw.Engine) -> None:
+        train(engine, data)
+        engine.save(tmp_path / "good", wait=True)
+        saved = whole(engine)
+        engine.save(tmp_path / "bad", wait=True)
+        with pytest.raises(CheckpointError, match=r"changed while it was read.*Resume again.*is damaged in"):
+            engine.resume(tmp_path / "bad")
+        engine.resume(tmp_path / "good")
+        assert_same(whole(engine), saved, rounded=False)
+
+    monkeypatch.setattr(module, "fill", after_damage)
+    on_ranks(1, {"preset": "zero1"}, work)
 
 
 def test_copies_share_the_writing(tmp_path: Path) -> None:

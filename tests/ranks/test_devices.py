@@ -24,12 +24,13 @@ from shardwise.checkpoint import rng
 from shardwise.comm import joining, nccl
 from shardwise.comm.fault import Fault
 from shardwise.comm.nccl import NcclGroups
+from shardwise.comm.pairwise import Nobody
 from shardwise.comm.process_groups import TorchGroups
-from shardwise.comm.world import _Nobody
 from shardwise.data import Loader, Samples, Workers
 from shardwise.devices import RankDevice, TorchAccelerator
 from shardwise.errors import CommError, ConfigError, FaultError, ModelError, StateError
 from shardwise.init import check_model
+from shardwise.places import Place
 from shardwise.sharding import check_device
 from shardwise.testing import run_ranks
 from shardwise.tiers import PAGE, BufferPool, Stage
@@ -68,7 +69,7 @@ def test_a_world_makes_its_ranks_device_the_current_one_until_it_is_closed() -> 
 
 
 def joining_nobody() -> Any:
-    return _Nobody()
+    return Nobody()
 
 
 def test_threads_of_the_library_ask_under_the_ranks_device() -> None:
@@ -212,7 +213,7 @@ def test_a_device_for_each_rank(
     found = FakeAccelerator(num_devices) if num_devices else None
     monkeypatch.setattr(TorchAccelerator, "found", staticmethod(lambda: found))
     monkeypatch.setattr(joining.dist, "is_backend_available", lambda _: True)
-    device = joining.device_of({"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": "8"})
+    device = joining.device_of(Place(local_rank=local_rank, local_size=8))
     assert device.device == (CPU if index is None else torch.device("cuda", index))
     assert bool(device.identity) == (index is not None)
 

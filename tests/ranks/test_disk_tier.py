@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Allocations
+from torch import nn
 from twins import MakeOptimizer, Run, Transformer, adamw, assert_same, batches, plain_run, sharded_run, train
 
 import shardwise as sw
@@ -226,3 +228,29 @@ def test_some_parameters_on_a_disk_and_several_optimizers(tmp_path: Path) -> Non
     assert losses == pytest.approx(those, rel=1e-6)
     for name, values in params.items():
         assert torch.allclose(values, others[name], rtol=0, atol=1e-5), name
+
+
+def test_new_states_are_in_memory_one_parameter_at_a_time(tmp_path: Path) -> None:
+    """An optimizer makes its states in its first step, wherever it likes; a unit's are never there together."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8))))
+    twin = copy.deepcopy(model)
+    plain = torch.optim.RAdam(twin.parameters(), lr=0.01, foreach=False)
+    x, param_bytes = torch.randn(4, 128), 4 * 128**2
+
+    def rank(world: sw.World) -> None:
+        optimizer = torch.optim.RAdam(model.parameters(), lr=0.01, foreach=False)
+        plan = {"preset": "infinity", "disk": str(tmp_path), "units": ["0"]}
+        with sw.shard(model, plan, optimizer=optimizer, world=world) as engine:
+            for number in range(2):
+                twin(x).square().mean().backward()
+                plain.step()
+                plain.zero_grad()
+                engine.backward(engine(x).square().mean())
+                with Allocations() as allocations:
+                    engine.step()
+                assert number or allocations.peak_bytes < 6 * param_bytes, "states of all would be 16"
+            for name, param in twin.named_parameters():
+                assert torch.allclose(engine.get(name), param, atol=1e-6), name
+
+    run_ranks(1, rank)

@@ -18,7 +18,7 @@ from twins import MakeOptimizer, Transformer, adamw, batches, train
 
 import shardwise as sw
 from shardwise.checkpoint import TrainingState, checkpoints_in
-from shardwise.errors import CheckpointError, ConfigError, ModelError, ShardwiseError, StateError, TierError
+from shardwise.errors import CheckpointError, ModelError, ShardwiseError, StateError, TierError
 from shardwise.storage import DiskMemory, disk_memory
 from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
@@ -156,8 +156,6 @@ def test_a_disk_that_fails_in_a_step_loses_nothing_that_a_checkpoint_has(
                         train(engine, data[3:])
                     fails[world.rank] = False
                     assert engine.resume(tmp_path / name) is not None
-                with pytest.raises(ConfigError, match="Leave out wait=False"):
-                    engine.save(tmp_path / name, wait=False)
                 return train(engine, data[2:])
 
         return rank

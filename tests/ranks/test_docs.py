@@ -15,6 +15,7 @@ from small_transformers import llama, mixtral
 from torch import nn
 
 import shardwise as sw
+import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import FaultError
 from shardwise.testing import run_ranks, skip_at
 
@@ -96,6 +97,11 @@ def a_loop(world: sw.World | None) -> Names:
     return {**names, "scheduler": scheduler, "loader": loader, "epoch": 0}
 
 
+def a_model_and_data(world: sw.World | None) -> Names:
+    model = Small()
+    return {"model": model, "optimizer": adamw(model), "loader": [BATCH] * 2, "world": world}
+
+
 def a_plain_loop(world: sw.World | None) -> Names:
     model = Small()
     names = trained(model, world)
@@ -123,8 +129,21 @@ def pairs(world: sw.World | None) -> Names:
     return {"data": [(torch.randn(2, 3, 16), torch.randn(2, 3, 16))] * 2, "world": world}
 
 
+def a_deepspeed_script(world: sw.World | None) -> Names:
+    return {"deepspeed": deepspeed, "data": [torch.randn(2, 8, 16)] * 2, "world": world}
+
+
 def an_optimizer_and_a_batch(_: sw.World | None) -> Names:
     return {"model": Small(), "batch": BATCH}
+
+
+def its_world(world: sw.World | None) -> Names:
+    return {"world": world}
+
+
+def a_loop_to_log(world: sw.World | None) -> Names:
+    model = Small()
+    return {"model": model, "optimizer": adamw(model), "loader": [BATCH] * 4, "world": world}
 
 
 def a_head(_: sw.World | None) -> Names:
@@ -203,6 +222,7 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("README.md", 1): Setting(),
     ("docs/activations.md", 0): Setting(an_optimizer_and_a_batch),
     ("docs/activations.md", 1): Setting(an_engine),
+    ("docs/activations.md", 2): Setting(a_model),
     ("docs/deferred-init.md", 0): Setting(),
     ("docs/deferred-init.md", 1): Setting(a_language_model),
     ("docs/deferred-init.md", 2): Setting(),
@@ -219,16 +239,23 @@ BLOCKS: dict[tuple[str, int], Setting] = {
     ("docs/deepspeed.md", 0): Setting(
         a_data_set, num_ranks=2, instead={"    model=model,": "    model=model, world=world,"}
     ),
+    ("docs/deepspeed.md", 1): Setting(
+        a_deepspeed_script, num_ranks=2, instead={"    model=model, opt": "    model=model, world=world, opt"}
+    ),
     ("docs/engine.md", 0): Setting(an_engine, num_ranks=2),
     ("docs/engine.md", 1): Setting(a_plain_loop, num_ranks=2, instead={'torch.load("weights.pt")': "weights"}),
     ("docs/experts.md", 0): Setting(a_mixture, num_ranks=4, instead=OWN_WORLD),
     ("docs/experts.md", 1): Setting(pairs, num_ranks=4, instead=OWN_WORLD),
     ("docs/faults.md", 0): Setting(),
+    ("docs/horovod.md", 0): Setting(a_model_and_data, num_ranks=2, instead={"hvd.init()": "hvd.init(world)"}),
+    ("docs/horovod.md", 1): Setting(a_model_and_data, num_ranks=2, instead=OWN_WORLD),
+    ("docs/index.md", 0): Setting(its_world, num_ranks=2, instead=OWN_WORLD),
     ("docs/launching.md", 0): Setting(a_script),
     ("docs/pipeline.md", 0): Setting(a_model_in_stages, num_ranks=4),
     ("docs/pipeline.md", 1): Setting(an_engine_in_stages, num_ranks=2),
     ("docs/optimizers.md", 0): Setting(),
     ("docs/optimizers.md", 1): Setting(a_plain_optimizer),
+    ("docs/seeing.md", 0): Setting(a_loop_to_log, num_ranks=2, instead=OWN_WORLD),
     ("docs/tensor-parallel.md", 0): Setting(
         a_split_language_model, num_ranks=4, instead={"optimizer=optimizer": "optimizer=optimizer, world=world"}
     ),
@@ -244,8 +271,8 @@ BLOCKS: dict[tuple[str, int], Setting] = {
 }
 
 
-ELSEWHERE = {"accelerate.md", "transformers.md"}
-"""Pages whose blocks need libraries of others: tests/extras/test_integration_docs.py runs them."""
+ELSEWHERE = {"accelerate.md", "horovod-frameworks.md", "lightning.md", "ray.md", "transformers.md"}
+"""Pages whose blocks need libraries of others: test_integration_docs.py, horovod_ranks.py of tests/extras run them."""
 
 
 def blocks() -> dict[tuple[str, int], str]:

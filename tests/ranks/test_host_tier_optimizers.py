@@ -12,10 +12,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import Transformer, adamw, assert_same, batches, full_params, plain_run, plan_of, sharded_run, share_of
+from twins import (
+    Transformer,
+    adamw,
+    assert_same,
+    batches,
+    full_params,
+    plain_run,
+    plan_of,
+    sharded_run,
+    share_of,
+    train,
+)
 
 import shardwise as sw
 from shardwise.errors import ModelError
+from shardwise.storage import Flat
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
@@ -311,3 +323,40 @@ def test_what_looks_at_several_units_is_refused(name: str) -> None:
     ):
         sw.shard(model, "offload", optimizer=optimizer)
     assert all(torch.equal(param, before[key]) for key, param in model.named_parameters())
+
+
+@pytest.mark.parametrize("preset", ["offload", "zero3-offload"])
+def test_what_travels_is_cast_in_the_pass_that_updates(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All units whose parameters all have gradients need no pass of their own for it; the bits are those of one."""
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(3)
+    copies: list[str] = []
+    copy_master = Flat.copy_master
+
+    def noted(self: Flat, out: torch.Tensor) -> None:
+        copies.append(self.name)
+        copy_master(self, out)
+
+    def run() -> dict[str, torch.Tensor]:
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> dict[str, torch.Tensor]:
+            replica = replicas[world.rank]
+            optimizer = torch.optim.AdamW(replica.parameters(), lr=0.01)
+            with sw.shard(replica, {"preset": preset, "precision": "bf16"}, optimizer=optimizer, world=world) as engine:
+                train(engine, data)
+                whole = engine.state_dict()
+                with engine.gathered():
+                    for name, param in replica.named_parameters():
+                        assert torch.equal(param.float(), whole[name].bfloat16().float()), name
+                return whole
+
+        return run_ranks(2, rank)[0]
+
+    monkeypatch.setattr(Flat, "copy_master", noted)
+    fused = run()
+    assert not copies
+    monkeypatch.setattr("shardwise.optim.host_step.outgoing_of", lambda *_: None)
+    apart = run()
+    assert copies
+    assert all(torch.equal(fused[name], apart[name]) for name in fused)

@@ -102,7 +102,7 @@ def _site() -> str | None:
 @pytest.fixture
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are taken to lie where the host has to wait for them."""
-    monkeypatch.setattr("shardwise.sharded_model.on_host", lambda _: False)
+    monkeypatch.setattr("shardwise.parts.on_host", lambda _: False)
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ def test_numbers_are_those_that_the_host_would_have_read(
 ) -> None:
     plan = plan_of(preset, None, clip_grad_norm=clip)
     norms, params, mean = trained(plan, shares_memory=True)
-    monkeypatch.setattr("shardwise.sharded_model.on_host", lambda _: False)
+    monkeypatch.setattr("shardwise.parts.on_host", lambda _: False)
     late_norms, late_params, late_mean = trained(plan, shares_memory=False)
     assert late_norms == pytest.approx(norms, rel=1e-6)
     assert torch.allclose(late_mean, mean, atol=1e-6)

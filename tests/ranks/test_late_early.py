@@ -37,7 +37,7 @@ import shardwise as sw
 from shardwise.errors import CommError, StateError
 from shardwise.mesh import Mesh
 from shardwise.program import Action
-from shardwise.runtime import Mover
+from shardwise.runtime import GradMover, ParamMover
 from shardwise.testing import InjectedError, run_ranks
 from tests.thorough import drawn
 
@@ -335,28 +335,28 @@ def test_faults_of_order_are_found(case: tuple[str, int, Any], verb: str, fault:
 
 def test_a_gather_that_the_library_forgets_to_wait_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in the library's own code."""
-    honest = Mover.wait_full
+    honest = ParamMover.wait_full
 
-    def forgets(self: Mover, action: Action | None = None) -> None:
+    def forgets(self: ParamMover, action: Action | None = None) -> None:
         if self._arriving is not None and not self._spread:
             self._arriving = None
         honest(self, action)
 
-    monkeypatch.setattr(Mover, "wait_full", forgets)
+    monkeypatch.setattr(ParamMover, "wait_full", forgets)
     assert _is_found(Devices("late"), ("zero3", 2, None))
 
 
-def test_an_fresh_that_the_library_frees_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Mover.wait_grad
+def test_a_fresh_gradient_that_the_library_frees_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = GradMover.wait_grad
 
-    def too_early(self: Mover, action: Action) -> None:
+    def too_early(self: GradMover, action: Action) -> None:
         reduction = self._reduction
         if reduction is not None and reduction._fresh is not None and reduction._work is not None:
             reduction._fresh.free()
             reduction._fresh = None
         honest(self, action)
 
-    monkeypatch.setattr(Mover, "wait_grad", too_early)
+    monkeypatch.setattr(GradMover, "wait_grad", too_early)
     assert _is_found(Devices("late"), ("zero3", 2, None))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from twins import Batch, Transformer, assert_same, batches, full_params, plain_run, sharded_run
+from twins import Batch, Transformer, adamw, assert_same, batches, full_params, plain_run, sharded_run, train
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -273,6 +273,25 @@ def test_a_model_without_blocks(preset: str) -> None:
 
     for params in run_ranks(3, rank):
         assert torch.allclose(params["weight"], twin.weight, atol=1e-6)
+
+
+def test_what_was_initialised_in_place_is_read_from_elsewhere(preset: str) -> None:
+    """A unit that the model's own forward uses, and that is found while that runs, has not been written to there."""
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(3)
+    twin = plain_run(model, data)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    with torch.no_grad():
+        for replica in replicas:
+            replica.positions.weight.add_(0.0)  # a copy's counter of changes begins anew
+
+    def rank(world: sw.World) -> list[float]:
+        replica = replicas[world.rank]
+        plan = {"preset": preset, "units": ["tokens", "positions", "blocks.*", "head"]}
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            return train(engine, data)
+
+    assert run_ranks(2, rank)[0] == pytest.approx(twin.losses, abs=1e-5)
 
 
 @pytest.mark.parametrize(

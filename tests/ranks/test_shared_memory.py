@@ -177,7 +177,7 @@ def test_lines_beyond_a_host_go_by_messages(preset: str, model: Transformer, mon
     def host() -> str:
         return "ab"[int(threading.current_thread().name.removeprefix("rank ")) // 2]
 
-    monkeypatch.setattr(neighbours, "_host", host)
+    monkeypatch.setattr(neighbours, "host_identity", host)
     transports: list[list[str]] = []
 
     def after(engine: sw.Engine) -> dict[str, Any]:

@@ -168,6 +168,7 @@ def sharded_run(
     step: Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor] | None = None,
     after: Callable[[sw.Engine], dict[str, Any]] | None = None,
     shares_memory: bool = True,
+    hosts: Sequence[str] | None = None,
     **plan: Any,
 ) -> Run:
     """The same training on threads as ranks. `step` replaces the engine's own loop body, for other styles."""
@@ -188,7 +189,7 @@ def sharded_run(
         engine.close()
         return run
 
-    runs = run_ranks(num_ranks, rank, shares_memory=shares_memory)
+    runs = run_ranks(num_ranks, rank, shares_memory=shares_memory, hosts=hosts)
     for run in runs[1:]:
         assert run.losses == runs[0].losses
         assert run.norms == runs[0].norms

@@ -1,0 +1,187 @@
+"""A disk that fails under activations ends the step in words, on every rank, and costs what came after the last
+checkpoint; room is asked for before the first step where a rehearsal knows how much."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from twins import Transformer, adamw, batches, train
+
+import shardwise as sw
+from shardwise.errors import ShardwiseError, TierError
+from shardwise.testing import run_ranks
+from shardwise.tiers import SystemCalls, TierFolder
+from tests.thorough import one_in
+
+pytestmark = one_in(5)
+NUM_BLOCKS = 4
+FAULTS = {
+    "full when a file is made": ("reserve", errno.ENOSPC, "forward", r"written\. .* cannot be made: No space left"),
+    "full when it is written": ("write", errno.ENOSPC, "", r"written\. Writing .* failed: No space left"),
+    "broken when it is written": ("write", errno.EIO, "", r"written\. Writing .* failed: Input/output error"),
+    "broken when it is read": ("read", errno.EIO, "backward", r"read\. Reading .* failed: Input/output error"),
+    "cut short": ("cut", 0, "backward", r"read\. Reading .* failed: .* Somebody has cut it"),
+}
+
+
+class Breaking(SystemCalls):
+    """Rank 1's files of activations fail as they are told to."""
+
+    def __init__(self) -> None:
+        self.verb, self.code = "", 0
+
+    def _fails(self, verb: str, handle: int) -> bool:
+        name = os.readlink(f"/proc/self/fd/{handle}")
+        return self.verb == verb and "rank-1.activations" in name
+
+    def reserve(self, handle: int, num_bytes: int) -> None:
+        if self._fails("reserve", handle):
+            raise OSError(self.code, os.strerror(self.code))
+        super().reserve(handle, num_bytes)
+
+    def write(self, handle: int, data: memoryview, offset: int) -> int:
+        if self._fails("write", handle):
+            raise OSError(self.code, os.strerror(self.code))
+        return super().write(handle, data, offset)
+
+    def read(self, handle: int, into: memoryview, offset: int) -> int:
+        if self._fails("read", handle):
+            raise OSError(self.code, os.strerror(self.code))
+        if self._fails("cut", handle):
+            return 0
+        return super().read(handle, into, offset)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_disk_that_fails_ends_the_step_and_loses_nothing(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1's error names unit and file; rank 0's names rank 1 and what it said. From the checkpoint on another job
+    trains as one that never failed."""
+    verb, code, when, words = FAULTS[fault]
+    disk = Breaking()
+    make = TierFolder.__init__
+
+    def made(self: TierFolder, *args: object, **kwargs: object) -> None:
+        make(self, *args, **{**kwargs, "calls": disk})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TierFolder, "__init__", made)
+    monkeypatch.setattr("shardwise.activations.on_disk.BEHIND_BYTES", 1)  # so that writes end within the forward
+    torch.manual_seed(0)
+    model, data = Transformer(num_blocks=NUM_BLOCKS), batches(4, rows=48)
+    plan = {"preset": "infinity", "activations": "disk", "disk": str(tmp_path / "scratch")}
+    said: dict[int, str] = {}
+
+    def run(breaks: bool) -> Callable[[sw.World], list[float]]:
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> list[float]:
+            replica = replicas[world.rank]
+            with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+                if engine.resume(tmp_path / f"run-{breaks}") is not None:
+                    return train(engine, data[2:])
+                losses = train(engine, data[:2])
+                engine.save(tmp_path / f"run-{breaks}")
+                if breaks:
+                    world.barrier()
+                    disk.verb, disk.code = verb, code
+                    world.barrier()
+                    x, y = (part.repeat(2, 1) for part in data[2])  # larger, so that other files are made
+                    where = "forward"
+                    try:
+                        loss = engine(x, y)
+                        where = "backward"
+                        engine.backward(loss)
+                    except ShardwiseError as error:
+                        said[world.rank] = str(error)
+                        assert world.rank == 0 or when in ("", where)
+                        raise
+                    raise AssertionError("The step went on.")
+                return losses + train(engine, data[2:])
+
+        return rank
+
+    with pytest.raises(TierError, match=rf"What the forward of blocks\.\d saved on a disk could not be {words}"):
+        run_ranks(2, run(breaks=True))
+    assert "rank-1.activations" in said[1]
+    assert "What the forward of blocks." in said[0]
+    assert "Rank 1 raised TierError" in said[0]
+    disk.verb = ""
+    assert run_ranks(2, run(breaks=True)) == [losses[2:] for losses in run_ranks(2, run(breaks=False))]
+
+
+def test_room_is_asked_for_by_the_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many ranks as share the disk, less what is there already."""
+    model, (batch,) = Transformer(), batches(1, rows=48)
+    replicas = [copy.deepcopy(model) for _ in range(2)]
+    free = {"bytes": 2**40}
+    monkeypatch.setattr(SystemCalls, "free_bytes", lambda *_: free["bytes"])
+
+    def rank(world: sw.World) -> None:
+        replica = replicas[world.rank]
+        plan = {"preset": "zero3", "activations": "disk", "disk": str(tmp_path)}
+        with sw.shard(replica, plan, optimizer=adamw(replica), world=world) as engine:
+            promise = engine.rehearse(batch)
+            assert promise.disk is not None
+            wanted = promise.disk.activations
+            assert wanted > 2**17
+            world.barrier()
+            free["bytes"] = 2 * wanted - 1
+            world.barrier()
+            with pytest.raises(TierError, match=r"Activations have no room on the disk: .* 1 B too little"):
+                engine.rehearse(batch)
+            world.barrier()
+            free["bytes"] = 2 * wanted
+            world.barrier()
+            engine.rehearse(batch)
+            engine.backward(engine(*batch))
+            engine.step()
+            world.barrier()
+            free["bytes"] = 2**13
+            world.barrier()
+            engine.rehearse(batch)
+
+    run_ranks(2, rank)
+
+
+def test_a_change_of_plan_moves_activations_elsewhere(tmp_path: Path) -> None:
+    """From policy to policy and folder to folder, with the same losses; no folder is kept that is not used."""
+    torch.manual_seed(0)
+    model, data = Transformer(), batches(7, rows=36)
+    first, second = tmp_path / "first", tmp_path / "second"
+    kept = {"preset": "zero3"}
+    plans = [
+        {"preset": "zero3", "activations": "disk", "disk": str(first)},
+        {"preset": "infinity", "activations": "disk", "disk": str(first)},
+        {"preset": "infinity", "activations": "offload", "disk": str(second)},
+        {"preset": "zero2", "activations": "disk", "disk": str(second)},
+        {"preset": "zero3", "activations": "recompute"},
+        {"preset": "zero3", "activations": {"policy": "disk", "every": 2}, "disk": str(first)},
+    ]
+
+    def run(plans: list[dict[str, Any]]) -> Callable[[sw.World], list[float]]:
+        replicas = [copy.deepcopy(model) for _ in range(2)]
+
+        def rank(world: sw.World) -> list[float]:
+            replica = replicas[world.rank]
+            with sw.shard(replica, kept, optimizer=adamw(replica), world=world) as engine:
+                losses = train(engine, data[:1])
+                for plan, batch in zip(plans, data[1:], strict=True):
+                    engine.reshard(plan)
+                    losses += train(engine, [batch])
+                    there = engine.memory().measured_on_disk.get("activations", 0)
+                    assert (there > 0) == ("disk" in str(plan.get("activations")))
+                    used = plan.get("disk")
+                    assert all(any(folder.glob("*")) == (str(folder) == used) for folder in (first, second))
+                return losses
+
+        return rank
+
+    assert run_ranks(2, run(plans))[0] == pytest.approx(run_ranks(2, run([kept] * len(plans)))[0], abs=1e-6)
