@@ -162,11 +162,12 @@ def test_experts_that_only_some_ranks_use(preset: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+            self.chosen = torch.empty(0)
 
         def forward(self, x: Tensor) -> Tensor:
             out = torch.zeros_like(x)
             for index, expert in enumerate(self.experts):
-                rows = x.abs().sum((1, 2)).mul(1000).long() % 4 == index
+                rows = self.chosen == index
                 if rows.any():
                     out[rows] = expert(x[rows])
             return x + out
@@ -179,7 +180,8 @@ def test_experts_that_only_some_ranks_use(preset: str) -> None:
 
         def logits(self, x: Tensor) -> Tensor:
             hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
-            for block in self.blocks:
+            for depth, block in enumerate(self.blocks):
+                block[1].chosen = (x.sum(1) + depth) % 4  # by whole numbers, which no rounding changes
                 hidden = block(hidden)
             return self.head(self.norm(hidden))
 
