@@ -80,8 +80,8 @@ def hang_uncut_states(model: nn.Module, home_of: Callable[[object], CutHome | No
     for module in model.modules():
         homes = {name: home for name, param in module._parameters.items() if (home := home_of(param))}
         if homes:
-            hooks.append(module.register_state_dict_post_hook(partial(_give, homes)))
-            hooks.append(module.register_load_state_dict_pre_hook(partial(_take, homes)))
+            hooks.append(module.register_state_dict_post_hook(partial(_give, homes)))  # type: ignore[no-untyped-call]
+            hooks.append(module.register_load_state_dict_pre_hook(partial(_take, homes)))  # type: ignore[no-untyped-call]
 
     def remove() -> None:
         for hook in hooks:
