@@ -34,7 +34,7 @@ from shardwise.sequence import SequenceParallel
 from shardwise.sharding import Sharding
 from shardwise.storage import Flat, on_host
 from shardwise.telemetry import Ledger, Timeline
-from shardwise.tensors import Owner, Structure
+from shardwise.tensors import Owner, Structure, hang_uncut_states
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class Assembly:
         access = Access(self._model, runner, flats, executor.agreement, self._optimizer)
         owner = Owner(sharding.units, runner, executor.agreement, access, gradients, self._steps.before_change)
         self._hooks.callback(owner.close)
+        self._hooks.callback(hang_uncut_states(self._model, owner.cut_home_of))
         self._hooks.callback(Structure(self._model).release)
         cast = self._model.register_forward_pre_hook(self._steps.cast_inputs, prepend=True, with_kwargs=True)
         self._hooks.callback(cast.remove)

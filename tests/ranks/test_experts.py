@@ -392,6 +392,9 @@ def test_whole_tensors_are_read_and_written() -> None:
             engine.load_state_dict({key: value + 0.01 for key, value in model.state_dict().items()})
             engine.set(name, (model.get_parameter(name) + 0.01) * 2)
             assert all(torch.equal(engine.get(key), changed[key]) for key, _ in model.named_parameters())
+            assert all(torch.equal(value.clone(), changed[key]) for key, value in mine.state_dict().items())
+            mine.load_state_dict({key: value.clone() for key, value in mine.state_dict().items()})
+            assert all(torch.equal(engine.get(key), changed[key]) for key, _ in model.named_parameters())
             part = r"this rank has the part \[.*:.*, :, :\] of \[5, 32, 24\]"
             with pytest.raises(ModelError, match=part), engine.gathered(name):
                 pass

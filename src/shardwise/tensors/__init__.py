@@ -2,5 +2,6 @@
 
 from shardwise.tensors.owner import Owner
 from shardwise.tensors.structure import Structure
+from shardwise.tensors.uncut import hang_uncut_states
 
-__all__ = ["Owner", "Structure"]
+__all__ = ["Owner", "Structure", "hang_uncut_states"]
