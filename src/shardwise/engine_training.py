@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.config import Plan, Profile
+from shardwise.engine_reports import EngineReports
 from shardwise.engine_state import EngineState
 from shardwise.micro_batches import LossFunction
 from shardwise.sharded_model import ShardedModel
@@ -64,7 +65,7 @@ def open_session(
     return session
 
 
-class EngineTraining(EngineState):
+class EngineTraining(EngineReports):
     """Part of `Engine`."""
 
     def train_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
