@@ -90,8 +90,8 @@ def _several(optimizer: OneOrSeveral | None) -> tuple[torch.optim.Optimizer, ...
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
             raise ModelError(
-                f"optimizer is a {type(one).__name__}, which is no torch.optim.Optimizer. Give shard() the optimizer "
-                f"itself, or a list of several."
+                f"optimizer is a {type(one).__name__}, which is not a torch.optim.Optimizer. Give shard() the "
+                f"optimizer itself, or a list of several."
             )
     return tuple(given)
 

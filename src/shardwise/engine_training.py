@@ -117,7 +117,7 @@ class EngineTraining(EngineReports):
         what this rank's batches had since the last call; throughput is worked out from them. Another `kind`, such as
         `"validation"`, is a line of its own.
 
-        Raises `ConfigError` for what is no number, or for names that differ from rank to rank.
+        Raises `ConfigError` for what is not a number, or for names that differ from rank to rank.
         """
         self._require_open()
         if self._run_log is None:

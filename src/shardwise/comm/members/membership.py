@@ -161,7 +161,7 @@ class StoreMembership:
                 self._opening = self._world = None
             self._ready(str(error or ""))
         if before >= 0 and entering.before == ():
-            raise CommError("The launcher has forgotten the generation before, which is a defect of shardwise.")
+            raise CommError("The launcher does not know the previous generation, which is a defect of shardwise.")
         rank_before = {member: rank for rank, member in enumerate(entering.before)}
         origins = tuple(rank_before.get(member) for member in entering.members)
         lost = tuple(rank for member, rank in rank_before.items() if member not in entering.members)
