@@ -225,7 +225,7 @@ def test_refusals(tmp_path: Path) -> None:
         ):
             with pytest.raises(ConfigError, match=words):
                 deepspeed.initialize(model=model, world=world, **wrong)
-        with pytest.raises(ConfigError, match=r"no torch\.optim\.Optimizer"):
+        with pytest.raises(ConfigError, match=r"not a torch\.optim\.Optimizer"):
             deepspeed.initialize(model=model, world=world, config={}, optimizer=lambda params: object())
 
     run_ranks(1, rank_of)
