@@ -1,14 +1,14 @@
 """`shard` a model by a plan, and train it as before.
 
 `sharded_model.py` takes the steps, `engine_training.py` whole ones with their micro-batches, `engine_state.py` reads,
-writes and saves the state of a live engine (through `access.py` and `state.py`), and `report.py` has what people read.
+writes and saves the state of a live engine (through `access.py` and `state.py`), and `engine_reports.py` has what
+people read (from `report.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,15 +22,12 @@ from shardwise.data_ranks import DataRanks
 from shardwise.engine_state import PlanLike
 from shardwise.engine_training import EngineTraining, arrive, open_log, open_session
 from shardwise.errors import ConfigError, ModelError, StateError
-from shardwise.experts import EXPERT_LOAD
 from shardwise.init import Init, Wishes
 from shardwise.mesh import Mesh
 from shardwise.pipeline import PLAIN_LOOP
 from shardwise.placement import Table
 from shardwise.precision import LossScaler, Norm
-from shardwise.program import Footprint, render
-from shardwise.rehearsal import Loss
-from shardwise.report import MemoryReport, describe, memory_of, rehearsed, write_timeline
+from shardwise.report import MemoryReport
 from shardwise.sharded_model import Progress, ShardedModel, scaler_for
 from shardwise.sharding import lay
 from shardwise.state import State
@@ -93,8 +90,8 @@ def _several(optimizer: OneOrSeveral | None) -> tuple[torch.optim.Optimizer, ...
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
             raise ModelError(
-                f"optimizer is a {type(one).__name__}, which is no torch.optim.Optimizer. Give shard() the optimizer "
-                f"itself, or a list of several."
+                f"optimizer is a {type(one).__name__}, which is not a torch.optim.Optimizer. Give shard() the "
+                f"optimizer itself, or a list of several."
             )
     return tuple(given)
 
@@ -340,52 +337,7 @@ class Engine(EngineTraining):
         num_bytes = parse_bytes(keep_bytes) if isinstance(keep_bytes, str) else keep_bytes
         return self._sharded.inference(num_bytes)
 
-    # -- what people read -------------------------------------------------------------------------------
-
-    def memory(self) -> MemoryReport:
-        """Promise and measurement for this rank; see `MemoryReport`."""
-        report = memory_of(self._sharded)
-        return report if self._session is None else replace(report, image_bytes=self._session.image_bytes)
-
-    def rehearse(self, batch: object, loss: Loss | None = None, *, expert_load: float = EXPERT_LOAD) -> Footprint:
-        """What a step on `batch` will hold on this rank when it holds most, activations included: see `Footprint`.
-
-        Runs a twin of the model without memory and without arithmetic; nothing is changed, and no other rank is asked,
-        but under a pipeline all its ranks call, with a micro-batch, and those in flight are counted. Where sequences
-        are split, give it this rank's part of a batch, from `split_sequence`.
-        `batch` is a tensor, a tuple of arguments, or a dict of keyword arguments, of which only shapes and dtypes
-        count. `loss` makes of the model's output what is sent back, and must be given where a loop computes it itself;
-        else it is the output, or its `loss`.
-
-        How many tokens experts on this rank will get is known only when they come. Where experts have a capacity, it is
-        as many as all ranks along `ep` may send; else `expert_load` times an even share, at least 1.
-
-        Raises `ModelError` for a model that asks for the values of tensors, `ConfigError` for an `expert_load`
-        below 1, or a plan with zb-h1 and sharded gradients, and `TierError` where activations are for a disk that has
-        too little room for those of this host's ranks.
-        """
-        self._require_open()
-        if not expert_load >= 1:
-            raise ConfigError(f"expert_load is {expert_load}; give how many times an even share, at least 1.")
-        return rehearsed(self._sharded, batch, loss, expert_load)
-
-    def timeline(self, path: str | Path) -> AbstractContextManager[None]:
-        """Write what every rank does inside, unit by unit and action by action, to `path`. All ranks call.
-
-        A Chrome trace, for ui.perfetto.dev. Times are the host's: for kernels of a GPU run `torch.profiler` beside
-        it, to which the actions are known by the same names.
-        """
-        self._require_open()
-        return write_timeline(self._sharded, Path(path))
-
-    def program(self) -> str:
-        """The program of one step as text: as foreseen before the first step, as recorded after it."""
-        program = self._sharded.runner.programs.program
-        return render(program.micro_batch) + render(program.step)
-
-    def __str__(self) -> str:
-        """The table, the units, and the bytes of this rank."""
-        return describe(self._sharded)
+    # -- as an object -----------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         state = "open" if self._is_open else "closed"

@@ -17,13 +17,9 @@ from shardwise.checkpoint.codec import decode
 from shardwise.comm import World
 from shardwise.config import Plan, load_plan
 from shardwise.data_ranks import Reader
-from shardwise.errors import ConfigError, StateError
-from shardwise.experts import EXPERT_LOAD
-from shardwise.fitting import Limits, fit_activations
-from shardwise.rehearsal import Loss
+from shardwise.errors import StateError
 from shardwise.sharded_model import ShardedModel
 from shardwise.state import State, reshard
-from shardwise.units import parse_bytes
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import Loaded, Stateful
@@ -191,40 +187,6 @@ class EngineState:
         if self._run_log is not None:
             self._run_log.follow(self._sharded)
 
-    def fit_activations(
-        self,
-        batch: object,
-        device: int | str | None = None,
-        host: int | str | None = None,
-        *,
-        loss: Loss | None = None,
-        expert_load: float = EXPERT_LOAD,
-    ) -> str:
-        """Choose what becomes of activations, so that a step on `batch` fits, and go on by that plan. All ranks call.
-
-        `device` (bytes, or such as "10GiB") is what each rank may hold there, all of a step counted, and `host` what a
-        host's ranks may hold in its memory beside that. Without them the plan's `budget` says so.
-
-        If they fit, activations are kept. Else each choice is rehearsed, recomputed, selectively and wholly, on the
-        host, and on a disk if the plan names a folder; of those that fit the cheapest is taken, by the operations that
-        are computed again and by what `shardwise bench` has measured of this machine, or the first where it has not.
-        Returns in words what was chosen and why. `batch`, `loss` and `expert_load` are those of `rehearse`.
-
-        Raises `ConfigError`, with figures, if nothing fits; nothing has been changed then.
-        """
-        self._require_open()
-        self._sharded.refuse_stages("fit_activations()", "Try activations in the plan with engine.rehearse(batch).")
-        allowed = self._sharded.sharding.budget
-        limit = allowed.device if device is None else _bytes_of(device)
-        limit_of_host = allowed.host if host is None else _bytes_of(host)
-        if limit is None:
-            raise ConfigError("Say how much each device may hold: fit_activations(batch, '10GiB'), or budget.device.")
-        limits = Limits(limit, limit_of_host)
-        fitted = fit_activations(self._sharded, batch, loss, limits, expert_load)
-        if fitted.plan.activations != self._sharded.plan.activations:
-            self.reshard(fitted.plan)
-        return fitted.said
-
     def save_pretrained(
         self,
         folder: str | Path,
@@ -335,7 +297,3 @@ class EngineState:
                 "A change of plan failed half-way, and this engine's values are gone with it. Close it, make another "
                 "with shard(), and resume from the last checkpoint."
             )
-
-
-def _bytes_of(said: int | str) -> int:
-    return parse_bytes(said) if isinstance(said, str) else said

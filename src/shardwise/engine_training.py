@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.config import Plan, Profile
+from shardwise.engine_reports import EngineReports
 from shardwise.engine_state import EngineState
 from shardwise.micro_batches import LossFunction
 from shardwise.sharded_model import ShardedModel
@@ -64,7 +65,7 @@ def open_session(
     return session
 
 
-class EngineTraining(EngineState):
+class EngineTraining(EngineReports):
     """Part of `Engine`."""
 
     def train_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
@@ -116,7 +117,7 @@ class EngineTraining(EngineState):
         what this rank's batches had since the last call; throughput is worked out from them. Another `kind`, such as
         `"validation"`, is a line of its own.
 
-        Raises `ConfigError` for what is no number, or for names that differ from rank to rank.
+        Raises `ConfigError` for what is not a number, or for names that differ from rank to rank.
         """
         self._require_open()
         if self._run_log is None:

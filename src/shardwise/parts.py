@@ -246,7 +246,7 @@ class Assembly:
 def _update(optimizer: AdoptedOptimizer | None, flats: Mapping[str, Flat], action: Action) -> None:
     """`update` of what the optimizer has of one flat buffer. Without an optimizer nobody takes a step."""
     assert optimizer is not None
-    optimizer.update_flat(flats[action.flat])
+    optimizer.updates.update_flat(flats[action.flat])
 
 
 def _move_states(optimizer: AdoptedOptimizer | None, flats: Mapping[str, Flat], action: Action) -> None:

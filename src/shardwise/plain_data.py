@@ -43,16 +43,23 @@ def fits(value: Any, shape: Shape) -> bool:
     if isinstance(shape, tuple):
         return isinstance(value, list) and len(value) == len(shape) and all(map(fits, value, shape))
     if isinstance(shape, dict):
-        if not isinstance(value, dict):
-            return False
-        if set(shape) == {str}:
-            return all(fits(one, shape[str]) for one in value.values())
-        return value.keys() == shape.keys() and all(fits(value[key], inner) for key, inner in shape.items())
-    if shape is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
-    if shape is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+        return isinstance(value, dict) and _fits_dict(value, shape)
+    if shape is float or shape is int:
+        return not isinstance(value, bool) and _is_number(value, shape)
     return value is None if shape is None else isinstance(value, shape)
+
+
+def _fits_dict(value: dict[str, Any], shape: dict[Any, Shape]) -> bool:
+    if set(shape) == {str}:
+        return all(fits(one, shape[str]) for one in value.values())
+    return value.keys() == shape.keys() and all(fits(value[key], inner) for key, inner in shape.items())
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    """Whether it is a whole number of 64 bits, or one that a float can hold."""
+    if kind is int:
+        return isinstance(value, int) and abs(value) < 2**63
+    return isinstance(value, int | float) and _is_finite(value)
 
 
 def _is_finite(value: float) -> bool:

@@ -214,7 +214,7 @@ class ShardedModel:
         if weight == 1.0:
             return loss
         weighed = loss * weight
-        weighed.register_hook(lambda _: self.runner.note_weighed())  # type: ignore[no-untyped-call]  # torch's own
+        weighed.register_hook(lambda _: self.runner.passes.note_weighed())  # type: ignore[no-untyped-call]  # torch's own
         return weighed
 
     def note_step_complete(self) -> None:
@@ -234,15 +234,20 @@ class ShardedModel:
         if scaler is None:
             return loss
         scaled = loss * scaler.scale
-        scaled.register_hook(lambda _: self.runner.note_scaled())  # type: ignore[no-untyped-call]  # torch's own
+        scaled.register_hook(lambda _: self.runner.passes.note_scaled())  # type: ignore[no-untyped-call]  # torch's own
         return scaled
 
     def step(self) -> Norm | None:
         """The gradient norm; `None` if more micro-batches are to come."""
         if self._num_micro_batches % self.plan.accumulate:
             return None
-        for member in self.require_optimizer().members:
-            member.step()
+        optimizer = self.require_optimizer()
+        try:
+            for member in optimizer.members:
+                member.step()
+        except BaseException:
+            optimizer.updates.withdraw_gradients()  # torch calls no hook after a step that has raised
+            raise
         self.zero_grad()
         return self.progress.gradient_norm
 
@@ -251,7 +256,7 @@ class ShardedModel:
         self._num_micro_batches = 0
         self.gradients.zero(keep=keep)
         if self.optimizer is not None:
-            self.optimizer.withdraw_gradients()
+            self.optimizer.updates.withdraw_gradients()
 
     def forget(self, pieces: Sequence[Piece] | None, set_to_none: bool) -> None:
         """`zero_grad` of one optimizer: of the only one it forgets all gradients, of one of several its own."""
@@ -284,16 +289,16 @@ class ShardedModel:
         self.progress.gradient_norm = self.gradients.norm_before_clipping()
         optimizer = self.require_optimizer()
         if not self.gradients.judge():
-            optimizer.offer_nothing(member)
+            optimizer.updates.offer_nothing(member)
             return  # without gradients an optimizer changes nothing
         self.runner.step.open_params()
         if self.plan.clip_grad_norm is not None:
             self.gradients.clip_by_plan(self.plan.clip_grad_norm)
         self.before_update()
         self.world.journal.check()  # see [Note: garbage after a fault]
-        optimizer.begin(member)
+        optimizer.updates.begin(member)
         self.runner.step.update_units()
-        optimizer.offer_gradients(member)
+        optimizer.updates.offer_gradients(member)
 
     def during_step(self) -> None:
         """An optimizer asks for whole parameters. Where no gradient was offered, nobody has anything to say."""
@@ -301,7 +306,7 @@ class ShardedModel:
             self.runner.step.during()
 
     def after_step(self, member: torch.optim.Optimizer) -> None:
-        self.require_optimizer().withdraw_gradients()
+        self.require_optimizer().updates.withdraw_gradients()
         if not self.gradients.is_taken:
             self.zero_grad()
             return

@@ -84,7 +84,7 @@ class State:
 
         def make() -> tuple[Request, Content]:
             if type(number) is not int or not 0 <= number < 10**18:
-                raise ConfigError(f"step is {number!r}, which is no number of steps; give a whole one, at least 0.")
+                raise ConfigError(f"step is {number!r}, which is not a number of steps; give a whole one, at least 0.")
             if sharded.disk is not None:
                 sharded.disk.require_whole()
             if sharded.gradients.wait():

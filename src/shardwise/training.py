@@ -82,7 +82,7 @@ class _StageTrainer:
     def backward_of_weights(self, aside: Sequence[Aside]) -> None:
         runner = self._sharded.runner
         if self._sharded.progress.scaler is not None:
-            runner.note_scaled()
+            runner.passes.note_scaled()
         left: dict[str, list[Aside]] = {}
         for one in aside:
             left.setdefault(runner.halves.unit_of[one.layer.weight], []).append(one)
@@ -99,7 +99,7 @@ class _StageTrainer:
     def backward_through(self, output: Tensor, gradient: Tensor) -> None:
         runner = self._sharded.runner
         if self._sharded.progress.scaler is not None:
-            runner.note_scaled()  # the loss, on another stage, was
+            runner.passes.note_scaled()  # the loss, on another stage, was
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
         else:  # nothing of this stage is trained; it counts as a backward all the same

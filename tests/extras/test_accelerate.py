@@ -175,7 +175,7 @@ def test_a_deepspeed_config_that_a_file_names_is_the_plan(tmp_path: Path) -> Non
     ("text", "sentence"),
     [
         ("- a", "no distributed_type"),
-        ("distributed_type: MEGATRON_LM", "is no job of ranks here"),
+        ("distributed_type: MEGATRON_LM", "is not supported here"),
         ("distributed_type: FSDP\nnum_machines: 2", "starts ranks of one host"),
         ("distributed_type: [", "cannot be read"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 4}", "there are 0, 1, 2 and 3"),

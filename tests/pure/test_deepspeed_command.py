@@ -44,7 +44,7 @@ def test_a_hostfile_of_one_host_counts_ranks(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"there are 2, is about several hosts.*torchrun"):
         asked(f"--hostfile {file}", 0)
     file.write_text("a slot=2\n")
-    with pytest.raises(ConfigError, match="no line of a hostfile"):
+    with pytest.raises(ConfigError, match="not a line of a hostfile"):
         asked(f"--hostfile {file}", 0)
 
 
@@ -65,9 +65,9 @@ def test_what_means_nothing_is_told() -> None:
         ("--exclude localhost", "leaves none"),
         ("--include localhost:0 --exclude localhost:1", "two choices"),
         ("--include localhost:0 --num_gpus 1", "Give one or the other"),
-        ("--autotuning run", "--autotuning is not had"),
-        ("--no_python", "--no_python is not had"),
-        ("--elastic_training", "--elastic_training is not had"),
+        ("--autotuning run", "--autotuning is not supported"),
+        ("--no_python", "--no_python is not supported"),
+        ("--elastic_training", "--elastic_training is not supported"),
     ],
 )
 def test_refused(text: str, sentence: str) -> None:

@@ -141,7 +141,7 @@ REFUSED = {
         "numbers of data-parallel ranks, of which 4 is none; the nearest are 5",
     ),
     "sums": ({"gradient_allreduce_op": "sum"}, "multiply the loss"),
-    "a number that is text": ({"gradient_clipping": "much"}, "gradient_clipping is 'much', which is no number"),
+    "a number that is text": ({"gradient_clipping": "much"}, "gradient_clipping is 'much', which is not a number"),
     "a flag that is a number": ({"fp16": {"enabled": 1}}, "true or false"),
     "ranks that do not divide": ({"tensor_parallel": {"autotp_size": 3}}, "4 ranks do not divide"),
 }

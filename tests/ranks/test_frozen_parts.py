@@ -144,6 +144,20 @@ class Side(nn.Module):
         return x + self.layer(torch.tanh(self.inner[0](torch.ones_like(x))))
 
 
+class LeafRunAgain(nn.Module):
+    """The same in a forward that is run again in a backward, where the leaf stands for the real input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.side = Side(self.inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.side, self.entry(x), use_reentrant=True)
+        return out.square().mean()
+
+
 class Unused(nn.Module):
     """One parameter never gets a gradient, so that the gradients of inputs say when a backward is through."""
 
@@ -182,6 +196,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "hidden loss": (lambda: Middle(Hidden), {}),
     "shell": (Shells, {"units": ["entry", "inner", "shell", "between"]}),
     "leaf": (Leaf, {"units": ["inner", "side"]}),
+    "leaf, run again": (LeafRunAgain, {"units": ["entry", "inner", "side"]}),
     "unused": (Unused, {}),
 }
 

@@ -87,6 +87,39 @@ def test_a_step_that_raises_leaves_the_engine_usable(case: tuple[str, int, Any],
     assert count["steps"] == 4 * case[1]
 
 
+class Stumbling(torch.optim.AdamW):
+    raises = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.raises:
+            raise Fragile
+        return super().step(closure)
+
+
+def test_an_update_that_raises_leaves_the_groups_and_the_gradients(case: tuple[str, int, Any]) -> None:
+    """The groups list the model's parameters again, and the same step can be taken once more."""
+
+    def step(engine: sw.Engine, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
+        assert isinstance(optimizer, Stumbling)
+        loss = engine(*batch)
+        engine.backward(loss)
+        optimizer.raises = True
+        with pytest.raises(Fragile):
+            engine.step()
+        optimizer.raises = False
+        own = {id(param) for param in engine.module.parameters()}
+        assert {id(param) for group in optimizer.param_groups for param in group["params"]} == own
+        engine.step()
+        return loss
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Stumbling(model.parameters(), lr=1e-2)
+
+    torch.manual_seed(0)
+    model, data = Transformer(tied=True), batches(3)
+    assert_same(sharded_run(model, data, *case, make, step=step), plain_run(model, data, make))
+
+
 @pytest.mark.parametrize("last_inside", [False, True], ids=["sum-in-last-backward", "sum-in-step"])
 def test_no_sync(case: tuple[str, int, Any], model: Transformer, last_inside: bool) -> None:
     """Gradients stay home for two micro-batches and are summed with the third, or by the step itself."""

@@ -27,6 +27,8 @@ from shardwise.places import Place, address_of, number_in
 
 LATER_SECONDS = 10
 """gloo's own timeout closes connections and names nobody: the watch is to be there before it."""
+MEMBER = "SHARDWISE_MEMBER"
+"""Where an elastic launcher writes which member a process is."""
 _NONE = "rank {rank} has no accelerator of its own"
 _TWICE = "ranks {first} and {rank} are shown the same device ({identity})"
 _log = logging.getLogger("shardwise")

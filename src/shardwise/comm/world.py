@@ -20,6 +20,7 @@ from shardwise.comm.fault import Fault
 from shardwise.comm.group import Group
 from shardwise.comm.joining import (
     LATER_SECONDS,
+    MEMBER,
     Opened,
     backend_of,
     device_of,
@@ -44,14 +45,13 @@ from shardwise.weighing import mean_of
 
 if TYPE_CHECKING:
     from shardwise.comm.generation import Membership
+    from shardwise.comm.members.membership import Opening
 
 EVERYBODY = "world"
 TIMEOUT_SECONDS = 600
 PATIENCE_SECONDS = 10
 MPI_BACKEND = "mpi4py"
 """What torch calls our backend."""
-MEMBER = "SHARDWISE_MEMBER"
-"""Where an elastic launcher writes which member a process is."""
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,7 @@ class World:
         by_mpi = _goes_by_mpi(env, place, transport, owns=owns)
         if MEMBER in env:
             _check_elastic(by_mpi=by_mpi, owns=owns)
-            from shardwise.comm.members.joining import join_members
-
-            return join_members(env, shares, timeout_seconds, patience_seconds)
+            return _join_as_member(env, shares, timeout_seconds, patience_seconds)
         if owns:
             if place.size == 1 and "MASTER_ADDR" not in env:
                 return cls(0, 1, Nobody(), device=device_of(place))
@@ -368,6 +366,22 @@ class World:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close(error)
+
+
+def _join_as_member(
+    env: Mapping[str, str], shares_memory: bool, timeout_seconds: float, patience_seconds: float
+) -> World:
+    """The generation of an elastic job that lets this process in; its modules are imported only then."""
+    from shardwise.comm.members.joining import join_members
+
+    def make(opening: Opening, opened: Opened) -> World:
+        assert opened.transport is not None
+        size = len(opening.members)
+        board = board_of(size, Seal.of(env), timeout_seconds)
+        watched = Watched.by(board, timeout_seconds, patience_seconds)
+        return World(opening.rank, size, opened.transport, device=opened.device, watched=watched)
+
+    return join_members(env, make, timeout_seconds, shares_memory=shares_memory)
 
 
 def _goes_by_mpi(env: Mapping[str, str], place: Place, wish: str | None, *, owns: bool) -> bool:

@@ -124,27 +124,29 @@ class Judge:
             what = _OF_NODES[sign_of(own[0])]
             where = f"{own[0].host} " if own[0].host else f"The machine of rank {own[0].rank} "
             return self._node(own, f"{where}{what}: rank {own[0].rank} {own[0].manner}.")
+        if sign_of(ends[0]) in ("exception", "crash", "exit") and (verdict := self._repeated(ends)) is not None:
+            return verdict
+        host = ends[0].host
+        gone = "" if len(ends) == 1 else f", {len(ends)} of {num_ranks} ranks at once"
+        where = f" (all on {host})" if host and len(ends) > 1 and len({end.host for end in ends}) == 1 else ""
+        return self._node(ends, f"{_did(ends)}{gone}{where}.")
+
+    def _repeated(self, ends: Sequence[End]) -> Blame | None:
+        """The verdict on what has happened before in the same words, if that says more than that it happened."""
         first = ends[0]
         again = [end for _, end in self._before if end.signature == first.signature and sign_of(end) == sign_of(first)]
-        if sign_of(first) in ("exception", "crash", "exit"):
-            same_step = [end for end in again if end.step == first.step]
-            if same_step and all(end.rank == first.rank for end in same_step):
-                text = f"{_did(ends)}, at the same step again, though in another process and with other samples."
-                return _blame("code", "stop", ends, text)
-            if same_step:
-                text = (
-                    f"{_did(ends)}, as rank {_last_of(again, first.step).rank} had at the same step "
-                    f"with the same samples."
-                )
-                return self._data(ends, text)
-            elsewhere = {(end.host, end.rank) for end in again} - {(first.host, first.rank)}
-            if len(again) >= 2 and elsewhere:
-                steps = ", ".join(str(end.step) for end in again[-3:])
-                text = f"{_did(ends)}, as ranks on other places had after steps {steps}."
-                return _blame("code", "stop", ends, text)
-        gone = "" if len(ends) == 1 else f", {len(ends)} of {num_ranks} ranks at once"
-        host = f" (all on {first.host})" if first.host and len(ends) > 1 and len({e.host for e in ends}) == 1 else ""
-        return self._node(ends, f"{_did(ends)}{gone}{host}.")
+        same_step = [end for end in again if end.step == first.step]
+        if same_step and all(end.rank == first.rank for end in same_step):
+            text = f"{_did(ends)}, at the same step again, though in another process and with other samples."
+            return _blame("code", "stop", ends, text)
+        if same_step:
+            text = f"{_did(ends)}, as rank {same_step[-1].rank} had at the same step with the same samples."
+            return self._data(ends, text)
+        elsewhere = {(end.host, end.rank) for end in again} - {(first.host, first.rank)}
+        if len(again) >= 2 and elsewhere:
+            steps = ", ".join(str(end.step) for end in again[-3:])
+            return _blame("code", "stop", ends, f"{_did(ends)}, as ranks on other places had after steps {steps}.")
+        return None
 
     def _node(self, ends: Sequence[End], text: str) -> Blame:
         host = ends[0].host
@@ -185,10 +187,6 @@ def _are_all(ends: Sequence[End], num_ranks: int) -> bool:
     """Whether the same befell most ranks at one step, so that it cannot be what one of them was given."""
     (_, count), *_ = Counter((end.signature, end.step) for end in ends).most_common(1)
     return count > num_ranks // 2 and count == len(ends)
-
-
-def _last_of(ends: Sequence[End], step: int) -> End:
-    return [end for end in ends if end.step == step][-1]
 
 
 def _blame(sort: Sort, action: Action, ends: Sequence[End], evidence: str) -> Blame:

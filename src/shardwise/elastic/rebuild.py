@@ -18,7 +18,7 @@ def take_down(sharded: ShardedModel) -> None:
     if sharded.is_taken_down:
         return
     if sharded.optimizer is not None:
-        sharded.optimizer.withdraw_gradients()
+        sharded.optimizer.updates.withdraw_gradients()
     sharded.take_down()
 
 

@@ -55,10 +55,10 @@ def read_accelerate_config(path: Path) -> AccelerateConfig:
     except (OSError, UnicodeDecodeError, SourceError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a file of `accelerate config`: {error}") from error
     if not isinstance(values, dict) or "distributed_type" not in values:
-        raise ConfigError(f"{path} has no distributed_type, so it is no file of `accelerate config`.")
+        raise ConfigError(f"{path} has no distributed_type, so it is not a file of `accelerate config`.")
     kind = str(values["distributed_type"])
     if kind not in _KINDS:
-        raise ConfigError(f"{path}: distributed_type {kind} is no job of ranks here. Known: {', '.join(_KINDS)}.")
+        raise ConfigError(f"{path}: distributed_type {kind} is not supported here. Known: {', '.join(_KINDS)}.")
     if values.get("num_machines", 1) not in (1, "1"):
         raise ConfigError(
             f"{path}: num_machines is {values['num_machines']}, and shardwise launch starts ranks of one host. Start "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
-from shardwise.optim import host_step
-from shardwise.optim.by_units import StepsByUnits
 from shardwise.optim.cooperative import Alone, Cooperative
-from shardwise.optim.host_adam import HostAdam
 from shardwise.optim.in_rows import PiecesInRows
 from shardwise.optim.piece import GroupsOfPieces, Piece, pieces_of
 from shardwise.optim.rank_peers import RankPeers
 from shardwise.optim.states import StatesOfPieces
+from shardwise.optim.updates import Updates
 from shardwise.placement import Tier
 from shardwise.storage import Flat, part_of
 
@@ -56,12 +53,10 @@ class AdoptedOptimizer:
     ) -> None:
         self.members = tuple(members)
         self._groups = {member: GroupsOfPieces(member, pieces_of(member, flats)) for member in members}
-        self._host_adam = HostAdam()
-        self._stepping = self.members[0]
-        self._by_units = {member: StepsByUnits(member) for member in members}
         self.pieces = [piece for groups in self._groups.values() for piece in groups.pieces]
         self._member_of = {piece.tensor: member for member, groups in self._groups.items() for piece in groups.pieces}
         self.rows = PiecesInRows(self.pieces, self._member_of)
+        self.updates = Updates(self._groups, self.rows)
         self._names = {id(piece.param): piece.name for piece in self.pieces}
         self._handles: list[RemovableHandle] = []
         peers.meet(self.pieces)
@@ -120,23 +115,10 @@ class AdoptedOptimizer:
         for piece in self._groups[member].pieces:
             self.rows.find(piece, moves=True)
 
-    @contextmanager
-    def _pieces_listed(self, member: torch.optim.Optimizer) -> Iterator[None]:
-        """Inside, `member` is as in a step."""
-        groups = self._groups[member]
-        if groups.lists_pieces:
-            yield
-            return
-        groups.list_pieces()
-        try:
-            yield
-        finally:
-            groups.list_params()
-
     def _among_pieces(
         self, member: torch.optim.Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        with self._pieces_listed(member):
+        with self._groups[member].listed():
             return method(member, *args, **kwargs)
 
     # -- all of them as one -----------------------------------------------------------------------------
@@ -181,55 +163,6 @@ class AdoptedOptimizer:
             member.load_state_dict({**state, "state": states, "param_groups": groups})
             start, first = numbers.stop, first + len(own)
 
-    # -- the step ---------------------------------------------------------------------------------------
-
-    def begin(self, member: torch.optim.Optimizer) -> None:
-        """`member` has been asked for a step, and may take it."""
-        self._stepping = member
-
-    def update_flat(self, flat: Flat) -> None:
-        """Let it update the pieces of one flat buffer, before its own step: see [Note: steps by units]."""
-        member = self._stepping
-        pieces = [piece for piece in self._groups[member].updated if piece.flat is flat]
-        with self._pieces_listed(member):
-            if self._offer(pieces):
-                flat.land()
-                if host_step.takes(member, pieces):
-                    host_step.step(member, pieces, self._host_adam, host_step.outgoing_of(flat, pieces))
-                elif flat.spec.updates_from_disk and any(not dict.get(member.state, one.tensor) for one in pieces):
-                    self.rows.step_one_by_one(pieces, self._by_units[member].step)
-                else:
-                    self._by_units[member].step()
-            for piece in pieces:
-                piece.tensor.grad = None
-
-    def offer_gradients(self, member: torch.optim.Optimizer) -> None:
-        """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone, and where
-        it has been updated already."""
-        groups = self._groups[member]
-        self._offer([piece for piece in groups.updated if not piece.flat.spec.updates_below])
-        groups.list_pieces()
-        self._by_units[member].hand_over()
-
-    def _offer(self, pieces: Sequence[Piece]) -> bool:
-        """Whether any of them has a gradient."""
-        for piece in pieces:
-            grads = piece.flat.grads
-            piece.tensor.grad = grads.due_piece(piece.index) if grads.touched_anywhere[piece.index] else None
-        return any(piece.tensor.grad is not None for piece in pieces)
-
-    def offer_nothing(self, member: torch.optim.Optimizer) -> None:
-        """Let a step of `member` find no gradient at all."""
-        self._groups[member].list_pieces()
-
-    def withdraw_gradients(self) -> None:
-        for member, groups in self._groups.items():
-            if groups.lists_pieces:
-                self._by_units[member].end()
-                for piece in groups.updated:
-                    piece.tensor.grad = None
-                groups.list_params()
-
     # -- states -----------------------------------------------------------------------------------------
 
     @property
@@ -240,7 +173,7 @@ class AdoptedOptimizer:
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """The state of one piece as the plain optimizer has it: tensors like the piece, and numbers."""
         member = self._member_of[piece.tensor]
-        with self._pieces_listed(member):
+        with self._groups[member].listed():
             return _dense(member, piece.tensor) if member.state.get(piece.tensor) else {}
 
     def raw_state_of(self, piece: Piece) -> dict[str, Any]:
@@ -251,7 +184,7 @@ class AdoptedOptimizer:
     def kept_state_of(self, piece: Piece) -> dict[str, Any]:
         """The same with `narrow_keys_of` it as they are kept, for whoever only copies it."""
         member = self._member_of[piece.tensor]
-        with self._pieces_listed(member):
+        with self._groups[member].listed():
             if isinstance(member, Cooperative) and member.state.get(piece.tensor):
                 return member.kept_state(piece.tensor)
             return self.state_of(piece)
@@ -259,14 +192,14 @@ class AdoptedOptimizer:
     def narrow_keys_of(self, piece: Piece) -> frozenset[str]:
         """States that this optimizer keeps narrower than the plain one does."""
         member = self._member_of[piece.tensor]
-        with self._pieces_listed(member):
+        with self._groups[member].listed():
             return member.narrow_keys(piece.tensor) if isinstance(member, Cooperative) else frozenset()
 
     def put_state(self, piece: Piece, state: Mapping[str, Any]) -> None:
         """Take over what `state_of` returns. Tensors of the whole parameter's shape are cut as it was."""
         cut = {key: _cut(key, value, piece) for key, value in state.items()} if piece.span.numel else {}
         member = self._member_of[piece.tensor]
-        with self._pieces_listed(member):
+        with self._groups[member].listed():
             if isinstance(member, Cooperative):
                 member.accept_state(piece.tensor, cut)
             else:
@@ -328,7 +261,7 @@ class AdoptedOptimizer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._host_adam.close()
+        self.updates.close()
         for member in self.members:
             if isinstance(member, Cooperative):
                 member.peers = Alone()

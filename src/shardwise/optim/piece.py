@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,18 @@ class GroupsOfPieces:
     def list_params(self) -> None:
         self._list(self._params)
         self.lists_pieces = False
+
+    @contextmanager
+    def listed(self) -> Iterator[None]:
+        """Inside, they list pieces, as in a step."""
+        if self.lists_pieces:
+            yield
+            return
+        self.list_pieces()
+        try:
+            yield
+        finally:
+            self.list_params()
 
     def _list(self, lists: list[list[nn.Parameter]]) -> None:
         for group, params in zip(self.member.param_groups, lists, strict=True):

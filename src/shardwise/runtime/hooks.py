@@ -20,7 +20,7 @@ gradient of whatever was computed inside of the call has gone out, in other unit
 call, the head's gradient is there long before that of a block below a frozen norm. Nobody sees the last one before the
 backward ends, and so the frozen parameters of such a call stay whole until then (`await_end`). An input that is a leaf
 tells too little as well: autograd hands its gradient out at once, while all others wait for what was computed later.
-But where a leaf stands for an input that is recomputed from, in an autograd of its own, it is believed.
+But where a leaf stands for an input that is recomputed from, in an autograd of its own, that one's end is soon enough.
 
 [Note: a backward inside] Reentrant checkpointing runs a backward inside of the backward, and at its end gradients have
 arrived. If a module around the checkpointed one is a site of the unit as well, since it reads a parameter itself
@@ -96,10 +96,16 @@ class _Call:
     leaves: list[Node] = field(default_factory=list)
     """Nodes of inputs that are leaves: nobody else keeps them until the leaf is used."""
 
-    def join(self, backward: int) -> None:
-        """Something of this call takes part in `backward`."""
-        if self.backward != backward:
-            self.backward, self.num_left = backward, self.num_inputs
+    waits_for_end: bool = False
+    """Whether the end of the backward that it is sent back in is one more of its inputs: it is recomputed from leaves,
+    in an autograd of its own."""
+
+    def join(self, backward: int) -> bool:
+        """Something of this call takes part in `backward`. Whether it is the first."""
+        if self.backward == backward:
+            return False
+        self.backward, self.num_left = backward, self.num_inputs
+        return True
 
 
 @dataclass
@@ -286,16 +292,21 @@ class Hooks:
         nodes = {get_gradient_edge(tensor).node for tensor in tensors}
         leaves = [get_gradient_edge(tensor).node for tensor in tensors if tensor.is_leaf]
         call = _Call(num_inputs=len(nodes), leaves=leaves)
-        call.is_blind = not nodes or (len(leaves) == len(tensors) and not in_backward())
-
-        def gone_out(_: object) -> None:
-            call.join(_graph_task_id())
-            call.num_left -= 1
-            self._close_backward(unit)
+        only_leaves = len(leaves) == len(tensors)
+        call.is_blind = not nodes or (only_leaves and not in_backward())
+        if only_leaves and not call.is_blind:
+            call.waits_for_end = True
+            call.num_inputs += 1
 
         for node in nodes:
-            node.register_prehook(gone_out)
+            node.register_prehook(partial(self._gone_out, unit, call))
         return call
+
+    def _gone_out(self, unit: Unit, call: _Call, *_: object) -> None:
+        """One of those that a call of `unit` waits for has come."""
+        call.join(_graph_task_id())
+        call.num_left -= 1
+        self._close_backward(unit)
 
     def _opening(self, unit: Unit, use: _Use, call: _Call | None, open_backward: Prehook) -> Prehook:
         """What is to happen when a gradient of an output comes, at the end of the forward."""
@@ -306,7 +317,8 @@ class Hooks:
 
     def _send_back(self, unit: Unit, use: _Use, call: _Call, _: object) -> None:
         """A gradient of an output of `call` is about to be used."""
-        call.join(_graph_task_id())
+        if call.join(_graph_task_id()) and call.waits_for_end:
+            _at_end_of_backward(partial(self._gone_out, unit, call))
         use.sent_back.add(call)
         self._open_for_gradient(unit)
         self._await_end_if_blind(unit, call)
@@ -378,7 +390,7 @@ class Hooks:
 
     def _await_end(self) -> None:
         self._awaits_end = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # torch has no public name
+        _at_end_of_backward(self._end)
 
     def _end(self) -> None:
         self._awaits_end = False
@@ -422,6 +434,11 @@ def _taken_at_rest(param: Tensor) -> Tensor | None:
 def in_backward() -> bool:
     """Whether autograd is calling us: a forward is being recomputed."""
     return _graph_task_id() != -1
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call it when the autograd that is calling us is through, the innermost one."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # torch has no public name
 
 
 def _watch_outputs(output: object, open_backward: Prehook) -> bool:

@@ -141,6 +141,14 @@ class Passes:
         """What was under way is no more."""
         self.current = Pass(self._script(reduces=self.reduces), reduces=self.reduces)
 
+    def note_scaled(self) -> None:
+        """The backward that is running is of a scaled loss."""
+        self.current.is_scaled = True
+
+    def note_weighed(self) -> None:
+        """The backward that is running is of a loss that was given its weight."""
+        self.current.is_weighed = True
+
     def note_cut_short(self) -> None:
         """A backward raised, and all gradients are gone."""
         self.owes_reductions = False

@@ -236,14 +236,6 @@ class Runner:
         for flat in unit.flats:
             flat.lasts = not flat.spec.trainable
 
-    def note_scaled(self) -> None:
-        """The backward that is running is of a scaled loss."""
-        self.passes.current.is_scaled = True
-
-    def note_weighed(self) -> None:
-        """The backward that is running is of a loss that was given its weight."""
-        self.passes.current.is_weighed = True
-
     # -- several micro-batches as one pass --------------------------------------------------------------
 
     def foresee_schedule(

@@ -11,45 +11,49 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from shardwise.comm import compat
-from shardwise.comm.board import board_of
-from shardwise.comm.joining import LATER_SECONDS, Opened, agreed_device, open_groups
+from shardwise.comm.joining import LATER_SECONDS, MEMBER, Opened, agreed_device, open_groups
 from shardwise.comm.members.departure import DEPARTURE
 from shardwise.comm.members.membership import Opening, StoreMembership
 from shardwise.comm.members.post import RanksPost
-from shardwise.comm.world import MEMBER, Watched, World
 from shardwise.errors import CommError
 from shardwise.job_token import Seal
 from shardwise.places import Place, address_of, place_of
+
+if TYPE_CHECKING:
+    from shardwise.comm.world import World
 
 _LEFT_AFTER_SECONDS = 0.1
 """See [Note: openings that nobody ends]: one that was nearly through gets so long."""
 
 
-def join_members(env: Mapping[str, str], shares_memory: bool, timeout_seconds: float, patience_seconds: float) -> World:
-    """Enter the generation that lets this process in, and know the way to the next. See `World.join`."""
+def join_members(
+    env: Mapping[str, str],
+    make: Callable[[Opening, Opened], World],
+    timeout_seconds: float,
+    *,
+    shares_memory: bool,
+) -> World:
+    """Enter the generation that lets this process in, and know the way to the next. See `World.join`.
+
+    `make` makes the world of a generation out of what was opened for it; nothing is sent in it yet.
+    """
 
     def open_world(opening: Opening) -> World:
         opened = open_generation(place_of(env), opening, timeout_seconds)
-        assert opened.transport is not None
-        size = len(opening.members)
-        world = World(
-            opening.rank,
-            size,
-            opened.transport,
-            device=opened.device,
-            watched=Watched.by(board_of(size, Seal.of(env), timeout_seconds), timeout_seconds, patience_seconds),
-        )
+        world = make(opening, opened)
         world.belong(opening.generation, opening.members, membership)
         if env is os.environ:
-            os.environ.update(RANK=str(opening.rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+            size = str(world.size)
+            os.environ.update(RANK=str(opening.rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         opening.watch_over(world)
         try:
             world.settle(opened, timeout_seconds, shares_memory=shares_memory)

@@ -161,7 +161,7 @@ class StoreMembership:
                 self._opening = self._world = None
             self._ready(str(error or ""))
         if before >= 0 and entering.before == ():
-            raise CommError("The launcher has forgotten the generation before, which is a defect of shardwise.")
+            raise CommError("The launcher does not know the previous generation, which is a defect of shardwise.")
         rank_before = {member: rank for rank, member in enumerate(entering.before)}
         origins = tuple(rank_before.get(member) for member in entering.members)
         lost = tuple(rank for member, rank in rank_before.items() if member not in entering.members)
@@ -227,28 +227,33 @@ class StoreMembership:
 
     def _read(self, news: News) -> bool:
         """Whether more is to be read."""
-        with self._changed:
-            if news.kind in ("entering", "out", "end"):
-                self._news.append(news)
-            if news.kind == "formed":
-                self._formed = news.generation
-            if news.kind == "wanted":
-                self._wanted = news.generation
-            if news.kind == "over":
-                self._over[news.generation] = news
-            opening, world = self._opening, self._world
-            self._changed.notify_all()
+        opening, world = self._take_down(news)
+        names_me = self.member in news.members
         concerns_me = opening is not None and opening.generation == news.generation
-        if news.kind == "over" or (news.kind == "out" and self.member in news.members):
-            if concerns_me and opening is not None:
-                opening.cancel()
-            if concerns_me and world is not None and world.generation == news.generation:
+        if opening is not None and concerns_me and (news.kind == "over" or (news.kind == "out" and names_me)):
+            opening.cancel()
+            if world is not None and world.generation == news.generation:
                 self._break_off(world, news)
         if news.kind == "end" and world is not None:
             self._break_off(world, news)
-        if (news.kind == "over" and concerns_me) or (news.kind == "entering" and self.member in news.members):
+        if (news.kind == "over" and concerns_me) or (news.kind == "entering" and names_me):
             self._post.say(Said("heard", self.member, news.generation, text=news.kind))
-        return news.kind != "end" and not (news.kind in ("out", "bye") and self.member in news.members)
+        return news.kind != "end" and not (news.kind in ("out", "bye") and names_me)
+
+    def _take_down(self, news: News) -> tuple[Opening | None, World | None]:
+        """Let whoever waits for it know it; returns what is being opened, and what is open, at this moment."""
+        with self._changed:
+            match news.kind:
+                case "entering" | "out" | "end":
+                    self._news.append(news)
+                case "formed":
+                    self._formed = news.generation
+                case "wanted":
+                    self._wanted = news.generation
+                case "over":
+                    self._over[news.generation] = news
+            self._changed.notify_all()
+            return self._opening, self._world
 
     def _break_off(self, world: World, over: News) -> None:
         """Wake whoever waits in it."""

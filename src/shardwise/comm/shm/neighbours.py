@@ -81,22 +81,19 @@ class Neighbours:
         each rank is, the same on all. `host` is what to call this rank's, where it is not what the system says.
         """
         own = _create()
-        said: dict[str, str | int] = {"pid": os.getpid(), "file": -1, "host": f"that of rank {rank} alone"}
-        said["name"] = host or socket.gethostname()
-        if own is not None:
-            said |= {"file": own.descriptor, "host": host or host_identity()}
+        said = _introduction(rank, own, host)
         told = [json.loads(message) for message in exchange(json.dumps(said).encode())]
         ranks = [other for other, one in enumerate(told) if one["host"] == said["host"]]
         pids = {other: int(told[other]["pid"]) for other in ranks}
-        files: dict[int, SharedFile] = {}
-        refusal = ""
+        files: dict[int, SharedFile] = {} if own is None else {rank: own}
+        found, refusal = None, ""
         try:
-            for other in ranks if len(ranks) > 1 else ():
-                assert own is not None
-                files[other] = own if other == rank else SharedFile.attach(pids[other], int(told[other]["file"]))
-            found = cls(rank, ranks, files, pids) if files else None
+            if len(ranks) > 1:
+                for other in ranks:
+                    files[other] = files.get(other) or SharedFile.attach(pids[other], int(told[other]["file"]))
+                found = cls(rank, ranks, files, pids)
         except OSError as error:
-            refusal, found = str(error), None
+            refusal = str(error)
         answers = exchange(refusal.encode())
         refusals = [answers[other].decode() for other in ranks if answers[other]]
         numbers = _numbered([str(one["host"]) for one in told], [bool(answer) for answer in answers])
@@ -105,7 +102,7 @@ class Neighbours:
             return found, hosts
         if refusals and rank == ranks[0]:
             _log.warning("The ranks of this host share no memory (%s); messages go over sockets.", refusals[0])
-        for file in (*files.values(), *([own] if own is not None else [])):
+        for file in files.values():
             file.close()
         return None, hosts
 
@@ -282,6 +279,13 @@ def _numbered(hosts: Sequence[str], has_refused: Sequence[bool]) -> list[int]:
     """The first rank of each rank's host; of a host where one has refused, each rank is on one of its own."""
     refused = {host for host, is_so in zip(hosts, has_refused, strict=True) if is_so}
     return [rank if host in refused else hosts.index(host) for rank, host in enumerate(hosts)]
+
+
+def _introduction(rank: int, own: SharedFile | None, host: str) -> dict[str, str | int]:
+    """What a rank tells the others: without a file of its own it is on a host of its own."""
+    said: dict[str, str | int] = {"pid": os.getpid(), "file": -1, "host": f"that of rank {rank} alone"}
+    said["name"] = host or socket.gethostname()
+    return said if own is None else said | {"file": own.descriptor, "host": host or host_identity()}
 
 
 def _create() -> SharedFile | None:

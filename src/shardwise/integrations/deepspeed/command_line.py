@@ -65,11 +65,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def understood(args: Any, num_devices: int) -> Asked:
     """What `args` of `add_options` ask for on a host with `num_devices` accelerators.
 
-    Raises `LaunchError` for what is not had, and `ConfigError` for what contradicts itself.
+    Raises `LaunchError` for what is not supported, and `ConfigError` for what contradicts itself.
     """
     for name, why in _REFUSED.items():
         if getattr(args, name):
-            raise LaunchError(f"deepspeed --{name} is not had: {why}")
+            raise LaunchError(f"deepspeed --{name} is not supported: {why}")
     if args.num_nodes > 1 or args.node_rank > 0:
         raise LaunchError(_several("--num_nodes" if args.num_nodes > 1 else "--node_rank"))
     slots = _slots(args.hostfile)
@@ -104,7 +104,7 @@ def _slots(hostfile: str | None) -> int | None:
             continue
         match = _SLOTS.match(line)
         if match is None:
-            raise ConfigError(f"{hostfile}: {line!r} is no line of a hostfile, such as `localhost slots=4`.")
+            raise ConfigError(f"{hostfile}: {line!r} is not a line of a hostfile, such as `localhost slots=4`.")
         hosts.append(int(match["slots"]))
     if len(hosts) != 1:
         raise LaunchError(_several(f"{hostfile}, in which there are {len(hosts)},"))

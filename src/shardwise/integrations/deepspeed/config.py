@@ -79,7 +79,7 @@ class Reading:
 def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """The config that `source` is: a mapping, or a JSON file.
 
-    Raises `ConfigError` for a file that cannot be read, is no JSON object, or has a key twice.
+    Raises `ConfigError` for a file that cannot be read, is not a JSON object, or has a key twice.
     """
     if isinstance(source, Mapping):
         return dict(source)
@@ -89,7 +89,7 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: the DeepSpeed config cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: this is no JSON: {error}.") from error
+        raise ConfigError(f"{path}: this is not JSON: {error}.") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: a DeepSpeed config is a JSON object, not a {type(config).__name__}.")
     return config
@@ -156,7 +156,7 @@ class _Values:
     def number(self, path: str) -> float:
         value = self.get(path)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"{path} is {value!r}, which is no number.")
+            raise ConfigError(f"{path} is {value!r}, which is not a number.")
         return value
 
     def count(self, path: str) -> int | None:
@@ -221,7 +221,8 @@ def _sorted_out(config: Mapping[str, Any], auto: Mapping[str, Any]) -> tuple[_Va
             notes.append(Note(path, known.fate, known.why))
     if refused:
         raise ConfigError(
-            "This DeepSpeed config asks for what shardwise has not:\n" + "\n".join(f"  {line}" for line in refused)
+            "This DeepSpeed config asks for what shardwise does not have:\n"
+            + "\n".join(f"  {line}" for line in refused)
         )
     return _Values(given), notes
 

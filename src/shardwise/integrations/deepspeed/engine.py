@@ -111,7 +111,7 @@ class DeepSpeedEngine(Facts, nn.Module):
         if is_boundary != self.is_gradient_accumulation_boundary():
             raise StateError(
                 f"A step is {self._reading.accumulate} micro-batches here, as gradient_accumulation_steps says, and "
-                f"this one is number {self.micro_steps % self._reading.accumulate + 1}. For another rhythm use "
+                f"this one is number {self.micro_steps % self._reading.accumulate + 1}. To step at other times use "
                 f"shardwise.integrations.accelerate, or shardwise's own engine."
             )
 
@@ -282,7 +282,7 @@ def _latest(folder: Path) -> str | None:
         return None
     name = read_text(folder / LATEST).strip()
     if not name or name in (".", "..") or "/" in name or "\0" in name:
-        raise CheckpointError(f"{folder / LATEST} names {name!r}, which is no folder in it.")
+        raise CheckpointError(f"{folder / LATEST} names {name!r}, which is not a folder in it.")
     return name
 
 

@@ -189,7 +189,7 @@ class Accelerator:
         return True
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"get_accelerator().{name} is not had by shardwise.integrations.deepspeed.")
+        raise AttributeError(f"get_accelerator().{name} is not supported by shardwise.integrations.deepspeed.")
 
 
 def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
@@ -214,4 +214,4 @@ def configure_recomputing(mpu_: object, *args: object, **options: object) -> Non
     """Taken, and not needed but for what it would change: raises `ConfigError` for activations elsewhere."""
     wanted = sorted(name for name in ("partition_activations", "checkpoint_in_cpu") if options.get(name))
     if wanted:
-        raise ConfigError(f"deepspeed.checkpointing.configure({', '.join(wanted)}) is not had here.")
+        raise ConfigError(f"deepspeed.checkpointing.configure({', '.join(wanted)}) is not supported here.")

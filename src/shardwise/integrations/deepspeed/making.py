@@ -105,7 +105,9 @@ def _with_experts(reading: Reading, ranks: int) -> dict[str, Any]:
         return reading.plan
     mesh: dict[str, int] = reading.plan.get("mesh", {"dp": -1})
     if "local" in mesh:
-        raise ConfigError(f"An ep_size of {ranks} beside mics_shard_size or zero_hpz_partition_size is not had here.")
+        raise ConfigError(
+            f"An ep_size of {ranks} beside mics_shard_size or zero_hpz_partition_size is not supported here."
+        )
     if reading.num_replicas % ranks:
         raise ConfigError(f"{reading.num_replicas} data-parallel ranks do not divide by an ep_size of {ranks}.")
     return {**reading.plan, "mesh": {**mesh, "ep": ranks}}
@@ -130,7 +132,7 @@ def _optimizer(
     if given is not None:
         made = given(trained)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ConfigError(f"optimizer made a {type(made).__name__}, which is no torch.optim.Optimizer.")
+            raise ConfigError(f"optimizer made a {type(made).__name__}, which is not a torch.optim.Optimizer.")
         return made
     return None if named is None else make_optimizer(named, trained)
 
@@ -146,7 +148,7 @@ def make_optimizer(named: Named, params: list[Any]) -> torch.optim.Optimizer:
         if options.pop(key, None):
             raise ConfigError(f"optimizer.params.{key} is not for {named.name}; clipping is gradient_clipping.")
     if options.get("bias_correction") is False:
-        raise ConfigError("optimizer.params.bias_correction: false is not had here; Adam corrects its moments.")
+        raise ConfigError("optimizer.params.bias_correction: false is not supported here; Adam corrects its moments.")
     kind, defaults = _kind_of(named.name, options)
     options = {key: value for key, value in options.items() if key not in _IGNORED_PARAMS}
     if isinstance(options.get("betas"), list):

@@ -62,7 +62,7 @@ class TopKGate(nn.Module):
     def __init__(self, model_dim: int, rules: Rules) -> None:
         super().__init__()
         if not 1 <= rules.k <= rules.num_experts:
-            raise ConfigError(f"k is {rules.k}, and there are {rules.num_experts} experts. Choose one of 1 to that.")
+            raise ConfigError(f"k is {rules.k}, and there are {rules.num_experts} experts. Choose a k from 1 to that.")
         if rules.noisy_gate_policy not in POLICIES:
             raise ConfigError(f"noisy_gate_policy is {rules.noisy_gate_policy!r}; it is None, 'Jitter' or 'RSample'.")
         self.wg = nn.Linear(model_dim, rules.num_experts, bias=False)

@@ -57,5 +57,5 @@ def _set(param: nn.Parameter, value: torch.Tensor, what: str) -> None:
 def _owner(param: nn.Parameter) -> tuple[DeepSpeedEngine, str]:
     found = engine_of([param])
     if found is None:
-        raise StateError("This parameter is of no live engine. Call initialize() with its model before.")
+        raise StateError("This parameter belongs to no open engine. Call initialize() with its model before.")
     return found[0], found[1][0]

@@ -64,7 +64,7 @@ _BY_RESTART = "Ranks come and go with a restart here: give -np, and --reset-limi
 _REFUSED = {
     "--mpi": (0, "Ranks are started by MPI with `mpirun -np N python train.py`, not from here. Leave --mpi out."),
     "--mpi-args": (1, "Ranks are started by MPI with `mpirun`, not from here. Leave --mpi-args out."),
-    "--jsrun": (0, "jsrun is not had. Start the script itself by jsrun, with torchrun's variables set."),
+    "--jsrun": (0, "jsrun is not supported. Start the script itself by jsrun, with torchrun's variables set."),
     "--config-file": (1, "A file of horovodrun's options is not read. Give them on the command line."),
     "--host-discovery-script": (1, _BY_RESTART),
     "--min-np": (1, _BY_RESTART),

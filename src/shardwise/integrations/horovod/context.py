@@ -27,8 +27,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     sets: Sequence[ProcessSet] = () if process_sets is None or process_sets == "dynamic" else list(process_sets)
     if comm is not None and not isinstance(comm, sw.World):
         raise ConfigError(
-            "init(comm=...) with ranks or an MPI communicator is not had here. Make process sets of the ranks instead: "
-            "hvd.init(process_sets=[hvd.ProcessSet([0, 1])])."
+            "init(comm=...) with ranks or an MPI communicator is not supported here. Make process sets of the ranks "
+            "instead: hvd.init(process_sets=[hvd.ProcessSet([0, 1])])."
         )
     listed = [one.listed_ranks() for one in sets]
     if comm is not None:

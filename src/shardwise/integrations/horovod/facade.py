@@ -45,7 +45,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name == "horovod" or name in _MODULES:
             return ModuleSpec(name, self, is_package=True)
         if name.startswith("horovod."):
-            raise ModuleNotFoundError(f"{name} is not had by shardwise (see docs/horovod.md for what is).", name=name)
+            raise ModuleNotFoundError(
+                f"{name} is not supported by shardwise (docs/horovod.md lists what is).", name=name
+            )
         return None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -70,8 +72,8 @@ def install() -> None:
 
 
 def _run(*args: object, **kwargs: object) -> None:
-    """Not had: raises `ConfigError`."""
+    """Not supported: raises `ConfigError`."""
     raise ConfigError(
-        "horovod.run(function) is not had here. Put the function into a script: shardwise launch --as-horovod -np 2 "
-        "script.py."
+        "horovod.run(function) is not supported here. Put the function into a script: shardwise launch --as-horovod "
+        "-np 2 script.py."
     )

@@ -229,7 +229,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     if Op(op) is Adasum:
-        raise ValueError("Adasum is no op of reducescatter. Take Average, Sum, Min, Max or Product.")
+        raise ValueError("Adasum is not an op of reducescatter. Take Average, Sum, Min, Max or Product.")
     scaling = scaling_of(op, None, prescale_factor, postscale_factor)
     return _issue("reducescatter", name, array, process_set, **scaling)
 

@@ -30,7 +30,7 @@ class Settings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Raises `ConfigError` for a variable that is no number."""
+        """Raises `ConfigError` for a variable that is not a number."""
         env = os.environ if environment is None else environment
         checks = _number(env, "STALL_CHECK_DISABLE", 0) == 0
         timeline = env.get("HOROVOD_TIMELINE", "")

@@ -212,19 +212,27 @@ class Council:
             self._wanted = self.generation
             self._publish(News("wanted", self.generation))
 
-    def _announce(self, now: float) -> None:
-        """The next generation, if everybody is ready for it."""
+    def _others(self) -> list[Person]:
+        """Who lives and is not of the generation announced last."""
+        return [person for person in self.people.values() if person.is_alive and not person.is_member]
+
+    def _must_wait(self) -> bool:
+        """Whether somebody has to get ready, to end or to come before the next generation."""
         living = self._living()
         if any(person.ready is None for person in living) or (self.state == "formed" and not living):
-            return
+            return True
         if any(person.is_dying_since is not None for person in self.people.values()):
+            return True
+        # the first generation is that of all who were started
+        return not (self.former or self.is_ending or all(person.is_here for person in self._others()))
+
+    def _announce(self, now: float) -> None:
+        """The next generation, if everybody is ready for it."""
+        if self._must_wait():
             return
-        others = [person for person in self.people.values() if person.is_alive and not person.is_member]
-        if not self.former and any(not person.is_here for person in others) and not self.is_ending:
-            return  # the first generation is that of all who were started
-        self._let_go([person for person in living if person.is_leaving])
+        self._let_go([person for person in self._living() if person.is_leaving])
         staying = self._living()
-        coming = [person for person in others if person.waits][: max(0, self.most - len(staying))]
+        coming = [person for person in self._others() if person.waits][: max(0, self.most - len(staying))]
         if self.former and not staying:
             if not self.is_ending:
                 self._end("Nobody is left who knows how far the training has come.")

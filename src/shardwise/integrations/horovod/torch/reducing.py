@@ -241,7 +241,7 @@ def grouped_reducescatter_async(
     is_single: bool = False,
 ) -> Handle:
     if Op(op) is Adasum:
-        raise ValueError("Adasum is no op of reducescatter. Take Average, Sum, Min, Max or Product.")
+        raise ValueError("Adasum is not an op of reducescatter. Take Average, Sum, Min, Max or Product.")
     scaling = scaling_of(op, None, prescale_factor, postscale_factor)
     return current().on_tensors(
         "reducescatter", name, tensors, is_single=is_single, process_set=process_set.number(), **scaling

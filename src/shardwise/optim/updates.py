@@ -1,0 +1,77 @@
+"""The steps of adopted optimizers: pieces are given gradients, unit by unit or all at once, and lose them again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shardwise.optim import host_step
+from shardwise.optim.by_units import StepsByUnits
+from shardwise.optim.host_adam import HostAdam
+from shardwise.optim.in_rows import PiecesInRows
+from shardwise.optim.piece import GroupsOfPieces, Piece
+from shardwise.storage import Flat
+
+
+class Updates:
+    """What happens in the steps of several optimizers, of which one takes a step at a time. `close()` it."""
+
+    def __init__(self, groups: Mapping[torch.optim.Optimizer, GroupsOfPieces], rows: PiecesInRows) -> None:
+        self._groups = groups
+        self._rows = rows
+        self._host_adam = HostAdam()
+        self._by_units = {member: StepsByUnits(member) for member in groups}
+        self._stepping = next(iter(groups))
+
+    def begin(self, member: torch.optim.Optimizer) -> None:
+        """`member` has been asked for a step, and may take it."""
+        self._stepping = member
+
+    def update_flat(self, flat: Flat) -> None:
+        """Let it update the pieces of one flat buffer, before its own step: see [Note: steps by units]."""
+        member = self._stepping
+        pieces = [piece for piece in self._groups[member].updated if piece.flat is flat]
+        with self._groups[member].listed():
+            if _offer(pieces):
+                flat.land()
+                if host_step.takes(member, pieces):
+                    host_step.step(member, pieces, self._host_adam, host_step.outgoing_of(flat, pieces))
+                elif flat.spec.updates_from_disk and any(not dict.get(member.state, one.tensor) for one in pieces):
+                    self._rows.step_one_by_one(pieces, self._by_units[member].step)
+                else:
+                    self._by_units[member].step()
+            for piece in pieces:
+                piece.tensor.grad = None
+
+    def offer_gradients(self, member: torch.optim.Optimizer) -> None:
+        """Give each piece its gradient; `None` where no rank has one, so that the optimizer leaves it alone, and where
+        it has been updated already."""
+        groups = self._groups[member]
+        _offer([piece for piece in groups.updated if not piece.flat.spec.updates_below])
+        groups.list_pieces()
+        self._by_units[member].hand_over()
+
+    def offer_nothing(self, member: torch.optim.Optimizer) -> None:
+        """Let a step of `member` find no gradient at all."""
+        self._groups[member].list_pieces()
+
+    def withdraw_gradients(self) -> None:
+        """The step is over, or has raised: pieces have no gradients any more, and groups list parameters."""
+        for member, groups in self._groups.items():
+            if groups.lists_pieces:
+                self._by_units[member].end()
+                for piece in groups.updated:
+                    piece.tensor.grad = None
+                groups.list_params()
+
+    def close(self) -> None:
+        self._host_adam.close()
+
+
+def _offer(pieces: Sequence[Piece]) -> bool:
+    """Give them the gradients that are due. Whether any of them has one."""
+    for piece in pieces:
+        grads = piece.flat.grads
+        piece.tensor.grad = grads.due_piece(piece.index) if grads.touched_anywhere[piece.index] else None
+    return any(piece.tensor.grad is not None for piece in pieces)
