@@ -38,6 +38,7 @@ from shardwise.checkpoint.codec import decode, encode
 from shardwise.comm.generation import Membership
 from shardwise.elastic.arrival import Came
 from shardwise.elastic.layouts import Layout
+from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
 from shardwise.errors import CommError, ConfigError
@@ -288,9 +289,13 @@ class Session(Recovery):
         return [] if self._came is None else self._came.told.pop("loaders", [])
 
     def resumed(self, folder: Path) -> Loaded | None:
-        """What a rank that has come finds in the place of a checkpoint."""
+        """What a rank that has come finds in the place of a checkpoint: its loop has to go on where those of the others
+        are, saved or not."""
         state = None if self._came is None else self._came.told["state"]
-        return None if state is None else Loaded(folder, self._sharded.progress.num_steps, decode(state))
+        num_steps = self._sharded.progress.num_steps
+        if state is None:
+            return Loaded(folder, num_steps, NeverSaved()) if num_steps else None
+        return Loaded(folder, num_steps, decode(state))
 
     def _end_void(self) -> float:
         self._sharded.zero_grad()
