@@ -26,13 +26,20 @@ KINDS = {
 
 
 class Report:
-    """Use it in a `with`. Every rank may call everything; ranks other than 0 stay silent."""
+    """Use it in a `with`. Every rank may call everything; ranks other than 0 stay silent.
 
-    def __init__(self, folder: Path, world: sw.World, *, total: int, resumed_step: int | None) -> None:
+    In an elastic job another rank is 0 once that one is lost, so it is asked each time.
+    """
+
+    def __init__(self, folder: Path, engine: sw.Engine, *, total: int, resumed_step: int | None) -> None:
         self.folder = folder
-        self._speaks = world.rank == 0
+        self._engine = engine
         self._console = Console(highlight=False, quiet=not self._speaks)
         self._progress = Progress(total, resumed_step or 0, console=self._console)
+
+    @property
+    def _speaks(self) -> bool:
+        return self._engine.world.rank == 0
 
     def __enter__(self) -> Report:
         self._progress.__enter__()
@@ -46,6 +53,7 @@ class Report:
 
     def step(self, step: int, *, loss: float, batch_tokens: int) -> None:
         """`step` steps are done; `loss` and `batch_tokens` are those of the last one, over all ranks."""
+        self._console.quiet = not self._speaks
         self._progress.update(step, loss=loss, tokens=batch_tokens, memory_bytes=process_memory().now_bytes)
 
     def validation(self, step: int, loss: float) -> None:

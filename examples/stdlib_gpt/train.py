@@ -71,7 +71,7 @@ def main() -> int:
         run = build(args, world)
         with closing(run.engine), run.train, run.validation:
             done = resume(run)
-            with Report(run.folder, world, total=args.steps, resumed_step=done) as report:
+            with Report(run.folder, run.engine, total=args.steps, resumed_step=done) as report:
                 finished = train(run, done or 0, stop, report)
             return finish(run, stop, report) if finished else interrupted(stop)
 
@@ -205,6 +205,8 @@ def resume(run: Run) -> int | None:
     resumed = run.engine.resume(run.checkpoints)
     if resumed is None:
         return None
+    if not resumed.state:  # this rank has come to others, who have not saved yet: it has got what they have
+        return int(resumed.step)
     for name, value in identity(run).items():
         was = resumed.state["job"][name]
         if was != value:

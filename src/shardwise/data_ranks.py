@@ -14,6 +14,15 @@ class Reader(Protocol):
         """Where it goes on once the engine has taken `num_steps` steps that count: a few numbers, JSON."""
         ...
 
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether it can go on behind a batch that it has not read."""
+        ...
+
+    def leave_out(self, num_steps: int) -> None:
+        """The batch handed out after `num_steps` steps is bad: once that step was made void, go on behind it."""
+        ...
+
     def go_where(self, state: Any) -> None:
         """Go on where the reader of others does, to whom this rank has come, unless somebody has said where."""
         ...

@@ -163,8 +163,8 @@ class EngineState:
         `folder` may be one checkpoint too. Any world size, plan and precision can have written it. All ranks call;
         all raise the same `CheckpointError`, and nothing is changed, if it is damaged or another model's.
 
-        A rank that has come to others who train has what they have, and reads nothing: it is told the step that they
-        have taken, and their `state` as it was saved or resumed last; `None` if it never was.
+        A rank that has come to others who train has what they have, and reads nothing: it is told the step they have
+        taken, and their `state` as saved or resumed last; empty if it never was, and `None` if they took no step yet.
         """
         self._require_open()
         if self._session is not None and self._session.is_arriving:

@@ -53,10 +53,11 @@ def arrive(
 
 
 def open_session(
-    engine: EngineState, sharded: ShardedModel, membership: Membership | None, came: Came | None = None
+    engine: EngineTraining, sharded: ShardedModel, membership: Membership | None, came: Came | None = None
 ) -> Session | None:
     """What goes on when a rank is lost, in a job that can; its modules are imported only then."""
-    if membership is None and sharded.plan.survive not in ("host", "buddy"):
+    plan = sharded.plan
+    if membership is None and plan.survive not in ("host", "buddy") and plan.bad_batch == "stop":
         return None
     can_go_on: bool = importlib.import_module("shardwise.elastic.losing").survives(sharded, membership)
     if not can_go_on:
@@ -126,3 +127,14 @@ class EngineTraining(EngineReports):
             self._run_log.follow(self._sharded)
         log = self._run_log
         return self._asking(lambda: log.log(values, kind, tokens, samples))
+
+    def can_leave_out(self) -> bool:
+        """Whether a loader follows that can go on behind a batch; with one that cannot they would part."""
+        readers = [reader for known in self._readers if (reader := known()) is not None]
+        return bool(readers) and all(reader.can_leave_out for reader in readers)
+
+    def leave_out(self, num_steps: int) -> None:
+        """The batch of the step after `num_steps` is not to come again."""
+        for known in self._readers:
+            if (reader := known()) is not None:
+                reader.leave_out(num_steps)

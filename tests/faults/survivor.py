@@ -80,6 +80,7 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = sw.shard(model, json.loads(plan) if plan.startswith("{") else plan, optimizer=optimizer, world=world)
+    resumed = engine.resume(out / "checkpoints")  # nobody saves there
     deaths = Deaths(kills, member)
     (out / f"pid-{member}").write_text(str(os.getpid()))
     losses: dict[int, float] = {}
@@ -114,6 +115,7 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
         times.append((engine.num_steps, time.time()))
     state = {name: value.tolist() for name, value in engine.state_dict().items()}
     said = {"losses": losses, "state": state, "void": engine.num_void, "times": times, "world": engine.world.size}
+    said["resumed"] = None if resumed is None else (resumed.step, resumed.state)
     (out / f"member-{member}.json").write_text(json.dumps(said))
     engine.close()
 

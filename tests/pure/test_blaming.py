@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from shardwise.comm.generation import RECORD_PATH
+from shardwise.comm.generation import BAD_BATCH, LEFT_OUT, RECORD_PATH
 from shardwise.data import Loader, Mixture
 from shardwise.data_ranks import HANDED_OUT, DataRanks
 from shardwise.elastic.blame import Judge
@@ -95,3 +95,21 @@ def test_an_exception_is_recorded_with_the_samples(tmp_path: Path) -> None:
     assert batch.startswith("it had samples ")
     named = [int(number) for number in "".join(c if c.isdigit() else " " for c in batch.partition(", rows")[0]).split()]
     assert sorted(named) == sorted(rows.index[3:6].tolist())
+
+
+def test_a_bad_batch_is_left_out_where_the_plan_says_so(tmp_path: Path) -> None:
+    (tmp_path / BAD_BATCH).write_text("skip")
+    blaming = Blaming(Judge(), tmp_path, tmp_path / "none")
+    words = "shardwise.errors.DataError: Sample 7 of source cannot be read"
+    blaming.note(outcome(2, 1, words, batch="it had samples 7, 9 of source"), 2, 5)
+    verdict = blaming.conclude(4, 5)
+    assert verdict is not None
+    assert (verdict.sort, verdict.action) == ("data", "skip")
+    assert "samples 7, 9 of source" in verdict.evidence
+    assert json.loads((tmp_path / LEFT_OUT).read_text()) == [5]
+    blaming.note(outcome(1, -signal.SIGKILL), 1, 6)
+    blaming.conclude(3, 6)
+    assert json.loads((tmp_path / LEFT_OUT).read_text()) == [5], "nobody's batch"
+    blaming.note(outcome(1, 1, words), 1, 8)
+    blaming.conclude(2, 8)
+    assert json.loads((tmp_path / LEFT_OUT).read_text()) == [5, 8]

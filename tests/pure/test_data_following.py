@@ -193,3 +193,53 @@ def test_a_loader_on_a_rank_that_has_come_goes_where_those_of_the_others_are(is_
         came.seek(1)
     came.go_where(state)
     assert [batch.tolist() for batch in came] == plain[1 if is_sought else 3 :]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_bad_batch_is_left_out_once_whether_it_was_begun_or_not(
+    has_begun: bool, accumulate: int, workers: int
+) -> None:
+    """Ranks that have had the bad batch, one that had not come to it, and one that comes later go on alike."""
+    plain = plain_batches()
+    engine = Engine()
+    there = loader_of(engine, accumulate=accumulate, workers=workers)
+    assert there.can_leave_out
+    batches = iter(there)
+
+    def taken() -> list[int]:
+        rows = [row for _ in range(accumulate) for row in next(batches).tolist()]
+        engine.take_step()
+        return rows
+
+    def given_up() -> None:
+        for _ in range(accumulate):
+            next(batches)
+        engine.num_void += 1
+
+    assert [taken(), taken()] == plain[:2]
+    if has_begun:
+        next(batches)
+    there.leave_out(2)
+    came = loader_of(Engine(num_steps=2))
+    came.go_where(there.state_after(2))
+    assert [batch.tolist() for batch in came] == plain[3:]
+    for _ in range(accumulate - 1 if has_begun else accumulate):  # of the void iteration
+        next(batches)
+    engine.num_void += 1
+    given_up()  # the one in its place may be given up too, and comes again
+    assert [taken(), taken(), taken()] == plain[3:]
+    assert there.step == 6
+    assert not loader_of(engine, from_iterable(range(50))).can_leave_out
+
+
+def test_a_loader_that_trains_nothing_does_not_pass_over_a_batch() -> None:
+    engine = Engine()
+    validation = loader_of(engine)
+    batches = iter(validation)
+    next(batches)
+    for _ in range(3):
+        engine.take_step()
+    validation.leave_out(3)
+    assert next(batches).tolist() == plain_batches()[1]

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 RECORD_PATH = "record-path"
 """In the folder of a membership: where the run's record is, as the rank that writes it has said."""
+BAD_BATCH = "bad-batch"
+"""In that folder: the plan's `bad_batch`, for the launcher."""
+LEFT_OUT = "left-out"
+"""In that folder: JSON, a list of the steps whose batches the launcher has had left out so far. It grows before a
+generation is announced, and so is the same for all who enter that."""
 
 
 @dataclass(frozen=True)

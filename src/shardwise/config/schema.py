@@ -336,6 +336,10 @@ class Plan(Strict):
         description="where what a rank alone holds outlives it, in an elastic job: in memory of its host, on another "
         "host, or in the last checkpoint; default: host, where all ranks are on one",
     )
+    bad_batch: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="in an elastic job, about a batch that fails on whichever rank has it: end, or go on behind it",
+    )
     run: str | None = Field(
         default=None, description="folder of the run: its record, for `shardwise top` and `shardwise report`"
     )

@@ -139,6 +139,16 @@ class Loader:
         place = self._place if self._following is None else self._following.place_after(num_steps, self._place)
         return {**asdict(place), "identity": dict(self._identity)}
 
+    @property
+    def can_leave_out(self) -> bool:
+        """Not of a stream: what is behind a batch is known only when that was read."""
+        return not isinstance(self._feed, StreamFeed)
+
+    def leave_out(self, num_steps: int) -> None:
+        """See `Reader`; the engine calls, where the plan has `bad_batch: skip`."""
+        if self._following is not None:
+            self._following.leave_out(num_steps)
+
     def go_where(self, state: Mapping[str, Any]) -> None:
         """Load what `state_after` has said on another rank, unless somebody has called `seek`."""
         if not self._is_sought:
@@ -214,7 +224,7 @@ class Loader:
                 return
             HANDED_OUT.note(self, made.before.step)
             if self._following is not None:
-                self._following.begin(made.before)
+                self._following.begin(made)
             for batch, num_rows in zip(made.batches[:-1], made.counts, strict=False):
                 yield self._handed_out(batch, num_rows)
                 self._follow()
@@ -230,7 +240,7 @@ class Loader:
         if following is None:
             return True
         following.begin_to_read()
-        back = following.again()
+        back = Place(self.step + 1) if following.passes_over() else following.again()
         if back is not None:
             if isinstance(self._feed, StreamFeed):
                 self._feed.check_reachable(back)

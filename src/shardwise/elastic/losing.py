@@ -19,6 +19,11 @@ def survives(sharded: ShardedModel, membership: Membership | None) -> bool:
     Raises `ConfigError` for a plan that asks for what cannot be had.
     """
     wish = sharded.plan.survive
+    if sharded.plan.bad_batch == "skip" and (membership is None or wish == "checkpoint" or not membership.folder):
+        raise ConfigError(
+            "bad_batch: skip is for ranks that can go on by themselves, in memory that outlives one of them "
+            "(/dev/shm). Start them with `shardwise launch --elastic`, without survive: checkpoint, or leave it out."
+        )
     if membership is None:
         if wish in ("host", "buddy"):
             raise ConfigError(
@@ -29,8 +34,9 @@ def survives(sharded: ShardedModel, membership: Membership | None) -> bool:
     if wish == "checkpoint":
         return False
     why = _why_not(sharded, membership)
-    if why and wish is not None:
-        raise ConfigError(f"survive: {wish} cannot be: {why}. Leave it out: {_OTHERWISE.lower()}")
+    if why and (wish is not None or sharded.plan.bad_batch == "skip"):
+        asked = "bad_batch: skip" if wish is None else f"survive: {wish}"
+        raise ConfigError(f"{asked} cannot be: {why}. Leave it out: {_OTHERWISE.lower()}")
     if why and sharded.world.rank == 0:
         _log.warning("%s: %s", why[0].upper() + why[1:], _OTHERWISE)
     return not why

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,12 @@ from shardwise.errors import ConfigError
 from shardwise.sharded_model import ShardedModel
 
 Tensor = torch.Tensor
+_COUNTED = {
+    *("last_epoch", "_step_count", "_last_lr", "_is_initial", "_get_lr_called_within_step"),
+    *("T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"),
+}
+"""What a scheduler's state has besides its settings."""
+_log = logging.getLogger("shardwise")
 
 
 class Moment:
@@ -99,10 +106,8 @@ class Moment:
         if optimizer is None:
             return
         for member, told in zip(optimizer.members, schedules, strict=True):
-            found = _outermost(member)
-            if [type(one).__name__ for one in found] == [name for name, _ in told]:
-                for scheduler, (_, state) in zip(found, told, strict=True):
-                    scheduler.load_state_dict(decode(state))
+            for scheduler, state in matched(_outermost(member), [(name, decode(state)) for name, state in told]):
+                scheduler.load_state_dict(state)
         for group, settings in zip(optimizer.groups, groups, strict=True):
             group.update(settings)
 
@@ -131,6 +136,48 @@ def _outermost(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     found = list(_schedulers_of(optimizer))
     inner = {id(one) for outer in found for one in getattr(outer, "_schedulers", ())}
     return sorted((one for one in found if id(one) not in inner), key=lambda one: type(one).__name__)
+
+
+def matched(
+    schedulers: Sequence[LRScheduler], told: Sequence[tuple[str, dict[str, Any]]]
+) -> list[tuple[LRScheduler, dict[str, Any]]]:
+    """Which of the `told` states, with the names of their classes, is for which of this rank's schedulers.
+
+    Nothing numbers the schedulers of an optimizer. Of several of one class that one is meant whose settings are the
+    same, such as its period: what is counted differs, since these here are new. Who cannot be told from another is left
+    out, with a word in the log.
+    """
+    found: list[tuple[LRScheduler, dict[str, Any]]] = []
+    for name in sorted({type(one).__name__ for one in schedulers} | {name for name, _ in told}):
+        mine = [one for one in schedulers if type(one).__name__ == name]
+        theirs = [state for of, state in told if of == name]
+        if len(mine) == len(theirs) == 1:
+            found.append((mine[0], theirs[0]))
+            continue
+        by_settings = [
+            [state for state in theirs if _without_counts(state) == _without_counts(one.state_dict())] for one in mine
+        ]
+        clear = len(mine) == len(theirs) and all(
+            states and all(state == states[0] for state in states) for states in by_settings
+        )
+        if clear:
+            found += [(one, states[0]) for one, states in zip(mine, by_settings, strict=True)]
+        else:
+            _log.warning(
+                "The others have %d schedulers of class %s for an optimizer, this rank, which has come, has %d, and "
+                "which is which cannot be told by their settings. Give each to engine.remember(name=scheduler).",
+                len(theirs),
+                name,
+                len(mine),
+            )
+    return found
+
+
+def _without_counts(state: Any) -> Any:
+    """Of a scheduler's state, and of those of schedulers in it, what does not change."""
+    if isinstance(state, dict):
+        return {key: _without_counts(value) for key, value in state.items() if key not in _COUNTED}
+    return [_without_counts(value) for value in state] if isinstance(state, list | tuple) else state
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

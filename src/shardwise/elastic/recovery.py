@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.checkpoint import Held
 from shardwise.checkpoint.codec import decode, encode
 from shardwise.comm import World
-from shardwise.comm.generation import Membership
+from shardwise.comm.generation import LEFT_OUT, Membership
 from shardwise.elastic.arrival import Came
 from shardwise.elastic.layouts import Layout
 from shardwise.elastic.moment import Moment
@@ -46,6 +46,14 @@ class Host(Protocol):
 
     def told_to_those_who_come(self, num_steps: int) -> dict[str, Any]:
         """What the loop's own objects say, encoded: `objects`, `loaders` and `state`."""
+        ...
+
+    def can_leave_out(self) -> bool:
+        """Whether the loop's batches come from loaders that can go on behind one."""
+        ...
+
+    def leave_out(self, num_steps: int) -> None:
+        """The batch of the step after `num_steps` is not to come again."""
         ...
 
     def take_over(self, world: World, sharded: ShardedModel) -> None:
@@ -81,6 +89,8 @@ class Recovery(ABC):
         """What others have told of that."""
         self._num_layouts = 0
         self._changes_wanted = False
+        self._num_left_out = len(self._left_out())
+        """Batches that were left out so far, or came before this rank."""
         self._is_left = False
         """Whether the others go on without this rank, or nobody can."""
         if came is not None:
@@ -155,6 +165,7 @@ class Recovery(ABC):
         begun = max(one.begun for one in there)
         self._void_until = begun if begun > self._void_after else 0
         self._known = {(one[0], one[1]): decode(one[2]["is"]) for said in there for one in said.results if one[2]}
+        self._leave_out_what_failed(self._num_steps[version])
         assert layout.survival is not None
         layout.survival.bring(version)
         for rank in layout.gone if layout.flats else ():
@@ -166,6 +177,20 @@ class Recovery(ABC):
         self._lay_out(layout, layout.held(self._world.rank, givers, images, version), version)
         if self.is_void():
             self._moment.take_schedules()
+
+    def _left_out(self) -> list[int]:
+        """See `LEFT_OUT`."""
+        path = self._membership.folder / LEFT_OUT if self._membership.folder is not None else None
+        return json.loads(path.read_text()) if path is not None and path.exists() else []
+
+    def _leave_out_what_failed(self, num_steps: int) -> None:
+        """If the launcher has said so with this generation: see `Plan.bad_batch`."""
+        steps = self._left_out()
+        if num_steps in steps[self._num_left_out :]:
+            self._host.leave_out(num_steps)
+            if self._world.rank == 0:
+                _log.warning("The batch after step %d is left out: it failed wherever it went.", num_steps)
+        self._num_left_out = len(steps)
 
     def _regroup(self) -> list[Told | None]:
         """What each rank of the new world has told, `None` from those who have come."""

@@ -35,9 +35,10 @@ from torch.utils import _pytree
 
 from shardwise.checkpoint import Loaded
 from shardwise.checkpoint.codec import decode, encode
-from shardwise.comm.generation import Membership
+from shardwise.comm.generation import BAD_BATCH, Membership
 from shardwise.elastic.arrival import Came
 from shardwise.elastic.layouts import Layout
+from shardwise.elastic.never_saved import NeverSaved
 from shardwise.elastic.plain_steps import PlainSteps
 from shardwise.elastic.recovery import Host, Recovery
 from shardwise.errors import CommError, ConfigError
@@ -60,6 +61,9 @@ class Session(Recovery):
         this is called in the place of the end of that."""
         super().__init__(host, sharded, membership, came)
         self._num_outside = self._num_micro_batches = 0
+        self._must_follow = self._plan.bad_batch == "skip"
+        if self._must_follow and membership.folder is not None:
+            (membership.folder / BAD_BATCH).write_text("skip")
         self._is_edited = False
         self._came = came
         self.is_arriving = self._world.is_arriving = came is not None
@@ -258,6 +262,13 @@ class Session(Recovery):
     # -- iterations -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        if self._must_follow and not self._host.can_leave_out():
+            raise ConfigError(
+                "bad_batch: skip needs to tell what reads the data to go on behind a batch, and no loader with "
+                "samples by index follows this engine. Give sw.data.Loader(..., world=engine.data_ranks) a source that "
+                "has a length, or leave bad_batch out."
+            )
+        self._must_follow = False
         self._begun += 1
         self._is_open = True
         self.is_arriving = self._world.is_arriving = False
@@ -288,9 +299,13 @@ class Session(Recovery):
         return [] if self._came is None else self._came.told.pop("loaders", [])
 
     def resumed(self, folder: Path) -> Loaded | None:
-        """What a rank that has come finds in the place of a checkpoint."""
+        """What a rank that has come finds in the place of a checkpoint: its loop has to go on where those of the others
+        are, saved or not."""
         state = None if self._came is None else self._came.told["state"]
-        return None if state is None else Loaded(folder, self._sharded.progress.num_steps, decode(state))
+        num_steps = self._sharded.progress.num_steps
+        if state is None:
+            return Loaded(folder, num_steps, NeverSaved()) if num_steps else None
+        return Loaded(folder, num_steps, decode(state))
 
     def _end_void(self) -> float:
         self._sharded.zero_grad()

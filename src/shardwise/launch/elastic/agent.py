@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from shardwise.comm import is_stopped, last_words
 from shardwise.comm.members import ENDING, Post, generation_prefix
-from shardwise.elastic.blame import Judge
+from shardwise.elastic.blame import Blame, Judge
 from shardwise.job_token import Seal, new_token
 from shardwise.launch.echo import Echo
 from shardwise.launch.elastic.blaming import Blaming
@@ -52,6 +52,8 @@ class ElasticAgent:
         """Whether the job is not to be begun again: that would not help."""
         self._num_before = place.job.nproc
         """Ranks of the generation that was last when one was lost."""
+        self._verdict: Blame | None = None
+        """On the losses that nobody was told of yet."""
         self._blaming = Blaming(Judge(place.elastic.policy), place.images.folder)
         self._budget = Budget(place.elastic.retries, place.elastic.retry_seconds)
         self._poll = select.poll()
@@ -217,6 +219,7 @@ class ElasticAgent:
         council = self._council
         for news in council.news:
             if news.kind == "entering":
+                self._judge()
                 self._post.pass_on(news.generation, news.members, news.before)
             self._post.publish(news)
         has_formed = any(news.kind == "formed" for news in council.news)
@@ -226,6 +229,13 @@ class ElasticAgent:
         council.kills.clear()
         if has_formed:
             self._tell_of_change()
+
+    def _judge(self) -> None:
+        """Whose fault the losses were, before anybody enters the next generation: all who do know of a batch to leave
+        out."""
+        verdict = self._blaming.conclude(self._num_before, self._council.step)
+        if self._verdict is None or (verdict is not None and verdict.action == "stop"):
+            self._verdict = verdict
 
     def _tell_of_change(self) -> None:
         """In one letter, once it is known who goes on. Keys that nobody reads any more go after that."""
@@ -243,7 +253,8 @@ class ElasticAgent:
                 len(self._due) + sum(person.is_alive and not person.is_member for person in council.people.values()),
                 f"{self._budget.num_used} of {self._budget.retries} within {self._budget.seconds:g} s",
             )
-            verdict = self._blaming.conclude(self._num_before, council.step)
+            self._judge()
+            verdict, self._verdict = self._verdict, None
             if text := letter(change, verdict):
                 self._place.say(text)
             if verdict is not None and verdict.action == "stop":

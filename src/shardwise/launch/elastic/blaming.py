@@ -8,9 +8,10 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from shardwise.comm.generation import RECORD_PATH
+from shardwise.comm.generation import BAD_BATCH, LEFT_OUT, RECORD_PATH
 from shardwise.elastic.blame import Blame, Judge
 from shardwise.elastic.signs import End
 from shardwise.launch.outcome import Outcome
@@ -28,6 +29,7 @@ class Blaming:
         self._oom_events = oom_events
         self._num_oom = self._ooms()
         self._ends: list[End] = []
+        self._left_out: list[int] = []
 
     def note(self, outcome: Outcome, rank: int, step: int, reason: str = "") -> None:
         """A rank is gone; `reason` is why it was ended, if the launcher did that."""
@@ -37,8 +39,13 @@ class Blaming:
         """The verdict on all that was noted since the last, written to the record; `None` if nothing was."""
         if not self._ends:
             return None
+        if self._skips():
+            self._judge.policy = replace(self._judge.policy, data="skip")
         verdict = self._judge.judge(self._ends, num_ranks, time.monotonic())
         self._ends = []
+        if verdict.action == "skip" and self._folder is not None:
+            self._left_out.append(step)
+            (self._folder / LEFT_OUT).write_text(json.dumps(self._left_out))
         self._write(verdict, step)
         return verdict
 
@@ -67,6 +74,12 @@ class Blaming:
             is_alive=reason.startswith(_UNREACHED),
             at=outcome.time,
         )
+
+    def _skips(self) -> bool:
+        """Whether the plan has said so."""
+        with contextlib.suppress(OSError):
+            return self._folder is not None and (self._folder / BAD_BATCH).read_text() == "skip"
+        return False
 
     def _ooms(self) -> int:
         """How many processes the kernel has killed for memory in this group, if it says."""

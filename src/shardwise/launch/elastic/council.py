@@ -112,6 +112,7 @@ class Council:
             case "done":
                 person.is_done = True
             case "raised":  # the others are told at once, and go on when its process has ended
+                self.step = max(self.step, said.step)
                 self.died(said.member, f"raised {said.text}", now)
                 person.is_dying_since = now
                 return
