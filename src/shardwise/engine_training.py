@@ -13,7 +13,6 @@ from torch import nn
 from shardwise.comm import World
 from shardwise.config import Plan, Profile
 from shardwise.engine_reports import EngineReports
-from shardwise.engine_state import EngineState
 from shardwise.micro_batches import LossFunction
 from shardwise.sharded_model import ShardedModel
 from shardwise.training import evaluate, forward_backward
