@@ -12,6 +12,7 @@ import pytest
 
 THOROUGH = bool(os.environ.get("THOROUGH"))
 _SHARE = {"": "test", "1": "thorough", "all": "exhaustive"}[os.environ.get("THOROUGH", "")]
+EXHAUSTIVE = _SHARE == "exhaustive"
 _MOST_TURNS = 2
 """Of the turns that `make test` leaves out, `make thorough` has at most so many."""
 

@@ -46,7 +46,7 @@ GRID = {"node": 2, "local": 2}
 ON_HOST = [("offload", 2, None), ("zero3-offload", 2, None)]
 PRESETS = [*PRESETS_2, ("hsdp", 4, GRID), ("hpz", 4, GRID), *ON_HOST]
 IDS = [name for name, *_ in PRESETS]
-NUM_MODELS = drawn(6, 200)
+NUM_MODELS = drawn(5, 80)
 Step = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
 
 
@@ -269,7 +269,7 @@ def test_drawn_models_train_as_on_the_host(
 ) -> None:
     """To the bit: sums are made in one order. `test_random_models.py` holds the host to the plain model.
 
-    `make thorough` tries 200 of them.
+    `make thorough` tries 80 of them.
     """
     num_ranks, settings = plan
     if "experts" in sketch.kinds:
