@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
 THOROUGH = bool(os.environ.get("THOROUGH"))
 _SHARE = {"": "test", "1": "thorough", "all": "exhaustive"}[os.environ.get("THOROUGH", "")]
+EXHAUSTIVE = _SHARE == "exhaustive"
 _MOST_TURNS = 2
 """Of the turns that `make test` leaves out, `make thorough` has at most so many."""
 
@@ -21,23 +23,31 @@ def drawn(usually: int, thoroughly: int) -> int:
 
 
 def one_in(number: int) -> pytest.MarkDecorator:
-    """For modules whose tests have many cases: `make test` runs one in `number` of each, `make thorough` up to twice
-    as many others."""
+    """For modules or tests that have many cases: `make test` runs one in `number` of each test's, and at least one;
+    `make thorough` up to twice as many others. A test's own mark goes before its module's."""
     return pytest.mark.one_in(number)
 
 
 def divided(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Which of `items` are run now, and which the other time."""
-    counts: dict[str, int] = {}
+    numbers = Counter(_test_of(item) for item in items)
+    counts: Counter[str] = Counter()
     now, later = [], []
     for item in items:
         mark = item.get_closest_marker("one_in")
         if mark is None:
             now.append(item)
             continue
-        test = item.nodeid.partition("[")[0]
-        place, counts[test] = counts.get(test, 0), counts.get(test, 0) + 1
-        turn = (place + zlib.crc32(test.encode())) % mark.args[0] if "[" in item.nodeid else 0
+        test = _test_of(item)
+        place, every = counts[test], min(mark.args[0], numbers[test])
+        counts[test] += 1
+        # One of each `every` that follow each other, another one each time: or cases of two parameters, of which the
+        # inner one has as many values, were all of one value.
+        turn = (place + place // every + zlib.crc32(test.encode())) % every
         share = "test" if turn == 0 else "thorough" if turn <= _MOST_TURNS else "exhaustive"
         (now if share == _SHARE else later).append(item)
     return now, later
+
+
+def _test_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]

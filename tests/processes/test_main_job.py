@@ -96,7 +96,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     finally:
         job.kill()
     assert job.returncode == 130, output
-    assert seconds < 5, output  # 3 on a machine that has nothing else to do
+    assert seconds < 9, output  # 3 on a machine that has nothing else to do; after 10 the launcher kills
     assert "Stopped and saved after step" in output
     stopped = losses(out)[-1][0]
 

@@ -33,6 +33,7 @@ from shardwise.program import (
     straight_trace,
 )
 from shardwise.runtime import GradMover, ParamMover
+from tests.thorough import drawn
 
 BUFFERS_BYTES = 64
 Place = tuple[int, int]
@@ -207,7 +208,7 @@ def outcome(program: Program, units: tuple[UnitSpec, ...], is_late: Iterator[boo
         return str(error)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=drawn(50, 150))
 @given(st.sampled_from(sorted(TABLES)), st.integers(0, 2**32), st.integers(1, 3))
 def test_what_passes_is_right_and_nothing_else(name: str, seed: int, num_edits: int) -> None:
     """Actions are moved at random. What the check lets through computes the same at whatever moment each

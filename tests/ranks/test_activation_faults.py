@@ -20,7 +20,7 @@ from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls, TierFolder
 from tests.thorough import one_in
 
-pytestmark = one_in(5)
+pytestmark = one_in(8)
 NUM_BLOCKS = 4
 FAULTS = {
     "full when a file is made": ("reserve", errno.ENOSPC, "forward", r"written\. .* cannot be made: No space left"),

@@ -17,7 +17,7 @@ from shardwise.errors import CheckpointError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(3)
+pytestmark = one_in(6)
 
 Tensor = torch.Tensor
 MESHES: list[tuple[str, dict[str, int]]] = [

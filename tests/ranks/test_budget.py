@@ -22,7 +22,7 @@ from shardwise.testing import run_ranks
 from shardwise.tiers import SystemCalls
 from tests.thorough import one_in
 
-pytestmark = one_in(2)
+pytestmark = one_in(4)
 
 MODEL_BYTES = 42_368 * 4
 """Of the parameters, in fp32."""

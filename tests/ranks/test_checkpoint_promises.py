@@ -23,6 +23,7 @@ from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.state import content
 from shardwise.testing import run_ranks
 from shardwise.tiers import buffers
+from tests.thorough import one_in
 
 
 def build() -> nn.Module:
@@ -388,6 +389,7 @@ ADAMS = {"AdamW", "Adam", "our AdamW", "our narrow AdamW"}
 
 
 @pytest.mark.parametrize("wrote", OPTIMIZERS)
+@one_in(3)
 def test_another_optimizers_states_are_refused(wrote: str, tmp_path: Path) -> None:
     """What keeps the same states goes on from them; settings, such as momentum, come from the checkpoint."""
 

@@ -39,14 +39,14 @@ from shardwise.mesh import Mesh
 from shardwise.program import Action
 from shardwise.runtime import GradMover, ParamMover
 from shardwise.testing import InjectedError, run_ranks
-from tests.thorough import drawn
+from tests.thorough import drawn, one_in
 
 Tensor = torch.Tensor
 GRID = {"node": 2, "local": 2}
 ON_HOST = [("offload", 2, None), ("zero3-offload", 2, None)]
 PRESETS = [*PRESETS_2, ("hsdp", 4, GRID), ("hpz", 4, GRID), *ON_HOST]
 IDS = [name for name, *_ in PRESETS]
-NUM_MODELS = drawn(6, 200)
+NUM_MODELS = drawn(5, 80)
 Step = Callable[[sw.Engine, torch.optim.Optimizer, Batch], Tensor]
 
 
@@ -94,6 +94,7 @@ def run_on_devices(
 
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("case", PRESETS, ids=IDS)
+@one_in(3)
 def test_presets_train_like_their_twin(case: tuple[str, int, Any], when: When) -> None:
     model, data = small(), batches(3)
     assert_same(run_on_devices(Devices(when), model, data, case), plain_run(model, data))
@@ -103,6 +104,7 @@ def test_presets_train_like_their_twin(case: tuple[str, int, Any], when: When) -
 @pytest.mark.parametrize(
     "case", [("zero2", 2, None), ("zero1", 2, None), ("hsdp", 4, GRID)], ids=["zero2", "zero1", "hsdp"]
 )
+@one_in(3)
 def test_accumulated_gradients(case: tuple[str, int, Any], when: When) -> None:
     """Micro-batches, of which some leave their gradients where they are."""
 
@@ -127,6 +129,7 @@ def test_accumulated_gradients(case: tuple[str, int, Any], when: When) -> None:
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("ddp", 2, None), *ON_HOST], ids=lambda case: case[0])
+@one_in(6)
 def test_narrow_precisions(case: tuple[str, int, Any], precision: str, when: When) -> None:
     model, data = small(), batches(3)
     run = run_on_devices(Devices(when), model, data, case, precision=precision)
@@ -149,6 +152,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("hsdp", 4, GRID)], ids=["zero3", "hsdp"])
+@one_in(3)
 def test_our_optimizers_do_the_same_whenever_collectives_act(name: str, case: tuple[str, int, Any]) -> None:
     model, data = small(), batches(3)
     late, early, by_lot = (run_on_devices(Devices(when), model, data, case, OPTIMIZERS[name]) for when in WHENS)
@@ -161,6 +165,7 @@ def test_our_optimizers_do_the_same_whenever_collectives_act(name: str, case: tu
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("case", [("zero3", 2, None), ("hpz", 4, GRID)], ids=["zero3", "hpz"])
+@one_in(4)
 def test_a_step_that_raises_leaves_nothing_on_its_way(case: tuple[str, int, Any], where: str, when: When) -> None:
     class Raises(torch.autograd.Function):
         @staticmethod
@@ -197,6 +202,7 @@ def test_a_step_that_raises_leaves_nothing_on_its_way(case: tuple[str, int, Any]
 
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("keep_bytes", [None, 0])
+@one_in(3)
 def test_inference_between_steps(keep_bytes: int | None, when: When) -> None:
     model, data = small(), batches(3)
     x, _ = batches(1, seed=5)[0]
@@ -214,6 +220,7 @@ def test_inference_between_steps(keep_bytes: int | None, when: When) -> None:
 
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("can_split", [True, False])
+@one_in(3)
 def test_other_plans_and_engines_make_the_same_groups_everywhere(when: When, can_split: bool) -> None:
     """Torch asks that of all ranks. Lines that were made for one plan are used again by another."""
     devices, model, data = Devices(when, can_split=can_split), small(), batches(4)
@@ -262,7 +269,7 @@ def test_drawn_models_train_as_on_the_host(
 ) -> None:
     """To the bit: sums are made in one order. `test_random_models.py` holds the host to the plain model.
 
-    `make thorough` tries 200 of them.
+    `make thorough` tries 80 of them.
     """
     num_ranks, settings = plan
     if "experts" in sketch.kinds:

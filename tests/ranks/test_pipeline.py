@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(6)
+pytestmark = one_in(10)
 
 Tensor = torch.Tensor
 NUM_STEPS, MICRO_BATCHES, CLIP = 3, 4, 0.5

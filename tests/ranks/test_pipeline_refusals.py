@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, DataError, FaultError, ModelError, Sha
 from shardwise.testing import InjectedError, run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(2)
+pytestmark = one_in(4)
 
 Tensor = torch.Tensor
 

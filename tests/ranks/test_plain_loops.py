@@ -1,8 +1,8 @@
 """Everything that a plain loop does is equal to the plain loop, or refused with a sentence; and the docs say which.
 
 Each action of the matrix runs twice among plain steps, in a forked child: one that crashes or hangs is told as such.
-`make thorough` does so in every preset, with memory in common and over messages; `make test` in one of these places for
-each action. Then actions follow each other in drawn order.
+`make exhaustive` does so in every preset, with memory in common and over messages; `make test` in one of these places
+for each action, `make thorough` in three. Then actions follow each other in drawn order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loops_matrix import ACTIONS, PLACES, PRESETS, Verdict
 from loops_page import page
 from loops_verdicts import OPEN, ORDER, REFUSED, REFUSED_WHERE_SHARDED, sentence_of
 
-from tests.thorough import THOROUGH, drawn
+from tests.thorough import EXHAUSTIVE, THOROUGH, drawn
 
 PAGE = Path(__file__).parents[2] / "docs" / "plain-loops.md"
 NAMES = [name for name in ACTIONS if name not in ("step", "evaluate")]
@@ -65,10 +65,12 @@ def wrong(verdict: Verdict, names: tuple[str, ...], preset: str) -> str:
 
 
 def places_for(name: str) -> list[tuple[str, bool]]:
-    """Every preset, with and without common memory, in `make thorough`; else one of them, by turns, or one whose
-    update is done on the host."""
-    some = [*PLACES, *ON_HOST]
-    return PLACES if THOROUGH else [some[NAMES.index(name) * 3 % len(some)]]
+    """Every preset, with and without common memory, in `make exhaustive`; a third of these, by turns, in `make
+    thorough`; else one of them, or one whose update is done on the host."""
+    if EXHAUSTIVE:
+        return PLACES
+    some, turn = [*PLACES, *ON_HOST], NAMES.index(name)
+    return PLACES[turn % 3 :: 3] if THOROUGH else [some[turn * 3 % len(some)]]
 
 
 def marked(name: str) -> Any:
@@ -92,7 +94,7 @@ def test_equal_or_refused_by_a_sentence(name: str) -> None:
     assert not bad, "\n".join(bad)
 
 
-NUM_ORDERS = drawn(15, 140)
+NUM_ORDERS = drawn(10, 60)
 TOGETHER = [name for name, one in ACTIONS.items() if one.composes and name not in (*OPEN, *REFUSED_WHERE_SHARDED)]
 
 

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.errors import StateError
 from tests.thorough import one_in
 
-pytestmark = one_in(4)
+pytestmark = one_in(8)
 
 Tensor = torch.Tensor
 CASES = [*PRESETS_2, *PRESETS_2X2]

@@ -18,7 +18,7 @@ from shardwise.errors import ModelError
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(5)
+pytestmark = one_in(8)
 
 IGNORED = -100
 

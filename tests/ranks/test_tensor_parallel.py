@@ -21,7 +21,7 @@ from shardwise.placement import PRESETS
 from shardwise.testing import run_ranks
 from tests.thorough import one_in
 
-pytestmark = one_in(3)
+pytestmark = one_in(6)
 
 Tensor = torch.Tensor
 Build = Callable[[], nn.Module]
