@@ -142,7 +142,10 @@ def trainer_of(plan: Any, folder: str, *, settings: Any = None, **arguments: Any
 
 
 def values(module: pl.LightningModule) -> dict[str, Any]:
-    return {name: value.detach().tolist() for name, value in module.state_dict().items()}
+    engine = None if module._trainer is None else getattr(module.trainer.strategy, "engine", None)
+    is_cut = engine is not None and engine.mesh.parted_axes
+    state = engine.state_dict() if is_cut else module.state_dict()
+    return {name: value.detach().tolist() for name, value in state.items()}
 
 
 def trained(plan: Any, folder: str, *, is_deferred: bool = False, settings: Any = None, **arguments: Any) -> Any:
@@ -202,6 +205,19 @@ def alone(folder: str, theirs: str) -> Any:
         pl.Trainer(**plain).fit(module, Data(), ckpt_path=checkpoint)
         found.append({"losses": module.losses, "state": values(module)})
     return ours, resumed("ddp", folder, f"{theirs}/epoch=0.ckpt"), *found
+
+
+CUT = {"blocks.*.up": "column", "blocks.*.down": "row", "embed": "vocabulary", "head": "vocabulary"}
+
+
+def split(folder: str, theirs: str) -> Any:
+    """The same by 2 x 2 ranks, of which neighbours have halves of the model; and from single files, into one."""
+    plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": CUT}}
+    found = trained(plan, folder)
+    again = resumed(plan, folder, f"{folder}/epoch=0.ckpt")
+    full = {"state_dict_type": "full"}
+    other = resumed(plan, folder, f"{theirs}/epoch=0.ckpt", settings=full, save=f"{folder}/end.ckpt")
+    return found, again, other
 
 
 def mixed(plan: Any, precision: str, folder: str) -> Any:
@@ -312,7 +328,7 @@ def refused(what: str, folder: str) -> None:
     elif what == "spawn":
         settings = {"start_method": "spawn"}
     elif what == "axes":
-        plan = {"preset": "zero3", "mesh": {"tp": 2}}
+        plan = {"preset": "zero3", "mesh": {"pp": 2}}
     elif what == "batch norms":
         arguments["sync_batchnorm"] = True
     elif what == "accumulation":
