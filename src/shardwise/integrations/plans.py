@@ -30,7 +30,7 @@ def require_data_axes(plan: sw.Plan, library: str) -> None:
 
 
 def require_no_stages(plan: sw.Plan, library: str) -> None:
-    """Raise `ConfigError` for a plan with stages of a pipeline, which a loop of the library's own cannot step through."""
+    """Raise `ConfigError` for a plan with stages of a pipeline, for which the library has no loop."""
     if (plan.mesh or {}).get("pp", 1) != 1:
         raise ConfigError(
             f"The plan's mesh has pp, and {library} calls the whole model for each batch. Take a mesh without stages "

@@ -152,8 +152,8 @@ class StrategyMixin(StateMixin):
             return
         if engine.mesh.parted_axes:
             raise ConfigError(
-                f"The module is cut along {' and '.join(engine.mesh.parted_axes)}, and stays so. For another fit() or a "
-                f"plain module make a new one, and give it a checkpoint, or strategy.engine.state_dict()."
+                f"The module is cut along {' and '.join(engine.mesh.parted_axes)}, and stays so. For another fit() or "
+                f"a plain module make a new one, and give it a checkpoint, or strategy.engine.state_dict()."
             )
         whole = engine.state_dict()
         del module.__dict__[_ENGINE]
