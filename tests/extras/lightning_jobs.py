@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import shardwise as sw
+
 QUIET = {
     "accelerator": "cpu",
     "logger": False,
@@ -218,6 +220,46 @@ def split(folder: str, theirs: str) -> Any:
     full = {"state_dict_type": "full"}
     other = resumed(plan, folder, f"{theirs}/epoch=0.ckpt", settings=full, save=f"{folder}/end.ckpt")
     return found, again, other
+
+
+class Sequences(Module):
+    """Tokens of a batch are those of all ranks along sp."""
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        tokens, labels = batch[:, :-1], batch[:, 1:]
+        engine = getattr(self.trainer.strategy, "engine", None)
+        if engine is not None:
+            tokens, labels = engine.split_sequence((tokens, labels))
+        return nn.functional.cross_entropy(self(tokens).flatten(0, 1), labels.flatten())
+
+
+class Experts(Module):
+    """A layer of experts in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        moe = sw.experts.MoE(8, 16, num_experts=4, top_k=2)
+        self.net = nn.Sequential(nn.Embedding(16, 8), moe, nn.Linear(8, 16))
+
+
+def shared(kind: str, plan: Any, folder: str) -> Any:
+    """An epoch of a module whose ranks share in tokens, or in experts, by `plan`."""
+    module = {"sp": Sequences, "ep": Experts}[kind]()
+    trainer = trainer_of(plan, folder, max_epochs=1, gradient_clip_val=0.5, enable_checkpointing=False)
+    trainer.fit(module, DataLoader(Rows(12), batch_size=2))
+    found = {"losses": module.losses, "state": values(module)}
+    if kind == "ep" and plan is not None:
+        try:
+            trainer.strategy.release()
+        except ValueError as error:
+            found["letter"] = str(error)
+    return found
+
+
+def both(folder: str) -> Any:
+    tokens = shared("sp", {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}}, folder)
+    return tokens, shared("ep", {"preset": "zero2", "mesh": {"ep": 2}}, folder)
 
 
 def mixed(plan: Any, precision: str, folder: str) -> Any:

@@ -81,6 +81,19 @@ def test_ranks_that_share_in_a_model(tmp_path: Path) -> None:
     same({"state": jobs.values(weights)}, {"state": jobs.values(expected_weights)}, "state")
 
 
+def test_ranks_that_share_in_tokens_or_experts(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    alone = on_ranks(1, jobs.shared, "sp", None, folder)[0]
+    apart = on_ranks(2, jobs.shared, "ep", None, folder)
+    found = on_ranks(2, jobs.both, folder)
+    for rank in range(2):
+        tokens, experts = found[rank]
+        assert len(tokens["losses"]) == 6
+        same(tokens, alone, "losses", "state")
+        same(experts, apart[rank], "losses", "state")
+        assert "is cut along ep, and stays so" in experts["letter"]
+
+
 def test_precisions(tmp_path: Path) -> None:
     over_fp32 = {"preset": "zero3", "precision": "fp32"}
     folder = str(tmp_path)
