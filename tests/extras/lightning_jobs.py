@@ -222,8 +222,24 @@ def split(folder: str, theirs: str) -> Any:
     return found, again, other
 
 
+class Attending(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, 3 * width, bias=False)  # a bias of keys has no gradient but rounding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.mix(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + mixed.transpose(1, 2).flatten(2)
+
+
 class Sequences(Module):
     """Tokens of a batch are those of all ranks along sp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Embedding(16, 8), Attending(), nn.Linear(8, 16))
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         tokens, labels = batch[:, :-1], batch[:, 1:]
@@ -255,11 +271,6 @@ def shared(kind: str, plan: Any, folder: str) -> Any:
         except ValueError as error:
             found["letter"] = str(error)
     return found
-
-
-def both(folder: str) -> Any:
-    tokens = shared("sp", {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}}, folder)
-    return tokens, shared("ep", {"preset": "zero2", "mesh": {"ep": 2}}, folder)
 
 
 def mixed(plan: Any, precision: str, folder: str) -> Any:

@@ -81,17 +81,21 @@ def test_ranks_that_share_in_a_model(tmp_path: Path) -> None:
     same({"state": jobs.values(weights)}, {"state": jobs.values(expected_weights)}, "state")
 
 
-def test_ranks_that_share_in_tokens_or_experts(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    alone = on_ranks(1, jobs.shared, "sp", None, folder)[0]
-    apart = on_ranks(2, jobs.shared, "ep", None, folder)
-    found = on_ranks(2, jobs.both, folder)
-    for rank in range(2):
-        tokens, experts = found[rank]
-        assert len(tokens["losses"]) == 6
-        same(tokens, alone, "losses", "state")
-        same(experts, apart[rank], "losses", "state")
-        assert "is cut along ep, and stays so" in experts["letter"]
+def test_ranks_that_share_in_tokens(tmp_path: Path) -> None:
+    wait = begin(1, jobs.shared, "sp", None, str(tmp_path))
+    found = on_ranks(2, jobs.shared, "sp", {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}}, str(tmp_path))
+    alone = wait()[0]
+    assert len(alone["losses"]) == 6
+    for run in found:
+        same(run, alone, "losses", "state")
+
+
+def test_ranks_that_share_in_experts(tmp_path: Path) -> None:
+    wait = begin(2, jobs.shared, "ep", None, str(tmp_path))
+    found = on_ranks(2, jobs.shared, "ep", {"preset": "zero2", "mesh": {"ep": 2}}, str(tmp_path))
+    for run, apart in zip(found, wait(), strict=True):
+        same(run, apart, "losses", "state")
+        assert "is cut along ep, and stays so" in run["letter"]
 
 
 def test_precisions(tmp_path: Path) -> None:
