@@ -72,7 +72,7 @@ def prepare_data_loader(engine: sw.Engine, loader: DataLoader[Any], **settings: 
                 "out. Deal them by engine.data_ranks, which is (place, number), and leave this call out."
             )
         is_shuffled = not isinstance(loader.sampler, SequentialSampler)
-        sampler = DistributedSampler(loader.dataset, count, place, shuffle=is_shuffled, drop_last=loader.drop_last)  # type: ignore[arg-type,var-annotated]
+        sampler = DistributedSampler(loader.dataset, count, place, shuffle=is_shuffled, drop_last=loader.drop_last)  # type: ignore[var-annotated]
         loader = DataLoader(loader.dataset, sampler=sampler, **{name: getattr(loader, name) for name in _KEPT})
     prepared: DataLoader[Any] = ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False, **settings)
     return prepared

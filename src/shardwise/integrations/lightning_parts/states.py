@@ -10,14 +10,22 @@ from shardwise.errors import ConfigError
 from shardwise.integrations.lightning_parts import checkpoints
 
 _Base: Any = object
+ENGINE = "_shardwise_engine"
+"""Where a LightningModule keeps its engine, which may outlive the Trainer that made it."""
 
 
 class StateMixin(_Base):
     """Part of `StrategyMixin`."""
 
-    engine: sw.Engine | None
     _state_dict_type: str
     _standing: dict[str, Any]
+
+    @property
+    def engine(self) -> sw.Engine | None:
+        """The engine of the LightningModule, once it is sharded."""
+        module = self.lightning_module
+        engine: sw.Engine | None = None if module is None else module.__dict__.get(ENGINE)
+        return engine
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -33,9 +41,10 @@ class StateMixin(_Base):
         """Likewise. All ranks call."""
         if self.engine is not None and self._state_dict_type == "sharded":
             return {}
-        if self._is_cut:
+        cut = self._cut_engine
+        if cut is not None:
             self._require_one_optimizer()
-            return self.engine.optimizer_state_dict(rank_0_only=True)
+            return cut.optimizer_state_dict(rank_0_only=True)
         return getattr(optimizer, "optimizer", optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -69,25 +78,28 @@ class StateMixin(_Base):
         weights = checkpoint[checkpoints.WEIGHTS]
         if not weights:
             return  # the engine has read them
-        if self._is_cut:
-            self.engine.load_state_dict(weights)
+        cut = self._cut_engine
+        if cut is not None:
+            cut.load_state_dict(weights)
         else:
             self.lightning_module.load_state_dict(weights, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        cut = self._cut_engine
         for optimizer, state in zip(self.optimizers, checkpoint[checkpoints.STATES], strict=True):
             if not state:
                 continue  # the engine has read it
-            if self._is_cut:
+            if cut is not None:
                 self._require_one_optimizer()
-                self.engine.load_optimizer_state_dict(state)
+                cut.load_optimizer_state_dict(state)
             else:
                 optimizer.load_state_dict(state)
 
     @property
-    def _is_cut(self) -> bool:
-        """Whether ranks have parts of the module, which plain state dicts do not fit."""
-        return self.engine is not None and bool(self.engine.mesh.parted_axes)
+    def _cut_engine(self) -> sw.Engine | None:
+        """The engine, if ranks have parts of the module, which plain state dicts do not fit."""
+        engine = self.engine
+        return engine if engine is not None and engine.mesh.parted_axes else None
 
     def _require_one_optimizer(self) -> None:
         if len(self.optimizers) > 1:

@@ -17,13 +17,10 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.lightning_parts.precision import refuse_scaler, with_engine
 from shardwise.integrations.lightning_parts.settings import places, plan_for, refuse_settings
-from shardwise.integrations.lightning_parts.states import StateMixin
+from shardwise.integrations.lightning_parts.states import ENGINE, StateMixin
 from shardwise.integrations.lightning_parts.uneven import Pace
 from shardwise.integrations.plans import PlanLike, require_no_stages, share_of_data
 from shardwise.integrations.preparing import ids_of, zero_apart, zero_together
-
-_ENGINE = "_shardwise_engine"
-"""Where a LightningModule keeps its engine, which may outlive the Trainer that made it."""
 
 
 class StrategyMixin(StateMixin):
@@ -88,13 +85,6 @@ class StrategyMixin(StateMixin):
     # -- the engine -------------------------------------------------------------------------------------
 
     @property
-    def engine(self) -> sw.Engine | None:
-        """The engine of the LightningModule, once it is sharded."""
-        module = self.lightning_module
-        engine: sw.Engine | None = None if module is None else module.__dict__.get(_ENGINE)
-        return engine
-
-    @property
     def world(self) -> sw.World:
         """The ranks, met when this is first asked for."""
         if self._own_world is None:
@@ -132,7 +122,7 @@ class StrategyMixin(StateMixin):
         device = None if self.root_device.type == "cpu" else self.root_device
         engine = sw.shard(module, plan, optimizer=mine or None, world=self.world, device=device)
         weakref.finalize(engine, self.world.close)  # before the interpreter ends, too
-        module.__dict__[_ENGINE] = engine
+        module.__dict__[ENGINE] = engine
         zero_together(module, engine)
 
     def _shorten(self) -> None:
@@ -156,7 +146,7 @@ class StrategyMixin(StateMixin):
                 f"a plain module make a new one, and give it a checkpoint, or strategy.engine.state_dict()."
             )
         whole = engine.state_dict()
-        del module.__dict__[_ENGINE]
+        del module.__dict__[ENGINE]
         zero_apart(module)
         engine.close()
         module.load_state_dict(whole)
