@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+import shardwise as sw
+
 QUIET = {
     "accelerator": "cpu",
     "logger": False,
@@ -142,7 +144,10 @@ def trainer_of(plan: Any, folder: str, *, settings: Any = None, **arguments: Any
 
 
 def values(module: pl.LightningModule) -> dict[str, Any]:
-    return {name: value.detach().tolist() for name, value in module.state_dict().items()}
+    engine = None if module._trainer is None else getattr(module.trainer.strategy, "engine", None)
+    is_cut = engine is not None and engine.mesh.parted_axes
+    state = engine.state_dict() if is_cut else module.state_dict()
+    return {name: value.detach().tolist() for name, value in state.items()}
 
 
 def trained(plan: Any, folder: str, *, is_deferred: bool = False, settings: Any = None, **arguments: Any) -> Any:
@@ -202,6 +207,70 @@ def alone(folder: str, theirs: str) -> Any:
         pl.Trainer(**plain).fit(module, Data(), ckpt_path=checkpoint)
         found.append({"losses": module.losses, "state": values(module)})
     return ours, resumed("ddp", folder, f"{theirs}/epoch=0.ckpt"), *found
+
+
+CUT = {"blocks.*.up": "column", "blocks.*.down": "row", "embed": "vocabulary", "head": "vocabulary"}
+
+
+def split(folder: str, theirs: str) -> Any:
+    """The same by 2 x 2 ranks, of which neighbours have halves of the model; and from single files, into one."""
+    plan = {"preset": "zero2", "mesh": {"dp": 2, "tp": 2}, "tensor": {"plan": CUT}}
+    found = trained(plan, folder)
+    again = resumed(plan, folder, f"{folder}/epoch=0.ckpt")
+    full = {"state_dict_type": "full"}
+    other = resumed(plan, folder, f"{theirs}/epoch=0.ckpt", settings=full, save=f"{folder}/end.ckpt")
+    return found, again, other
+
+
+class Attending(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.mix = nn.Linear(width, 3 * width, bias=False)  # a bias of keys has no gradient but rounding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.mix(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + mixed.transpose(1, 2).flatten(2)
+
+
+class Sequences(Module):
+    """Tokens of a batch are those of all ranks along sp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Embedding(16, 8), Attending(), nn.Linear(8, 16))
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        tokens, labels = batch[:, :-1], batch[:, 1:]
+        engine = getattr(self.trainer.strategy, "engine", None)
+        if engine is not None:
+            tokens, labels = engine.split_sequence((tokens, labels))
+        return nn.functional.cross_entropy(self(tokens).flatten(0, 1), labels.flatten())
+
+
+class Experts(Module):
+    """A layer of experts in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        moe = sw.experts.MoE(8, 16, num_experts=4, top_k=2)
+        self.net = nn.Sequential(nn.Embedding(16, 8), moe, nn.Linear(8, 16))
+
+
+def shared(kind: str, plan: Any, folder: str) -> Any:
+    """An epoch of a module whose ranks share in tokens, or in experts, by `plan`."""
+    module = {"sp": Sequences, "ep": Experts}[kind]()
+    trainer = trainer_of(plan, folder, max_epochs=1, gradient_clip_val=0.5, enable_checkpointing=False)
+    trainer.fit(module, DataLoader(Rows(12), batch_size=2))
+    found = {"losses": module.losses, "state": values(module)}
+    if kind == "ep" and plan is not None:
+        try:
+            trainer.strategy.release()
+        except ValueError as error:
+            found["letter"] = str(error)
+    return found
 
 
 def mixed(plan: Any, precision: str, folder: str) -> Any:
@@ -312,7 +381,7 @@ def refused(what: str, folder: str) -> None:
     elif what == "spawn":
         settings = {"start_method": "spawn"}
     elif what == "axes":
-        plan = {"preset": "zero3", "mesh": {"tp": 2}}
+        plan = {"preset": "zero3", "mesh": {"pp": 2}}
     elif what == "batch norms":
         arguments["sync_batchnorm"] = True
     elif what == "accumulation":

@@ -89,3 +89,42 @@ def _train(config: dict[str, Any]) -> None:
             kept = {"losses": losses, "scheduler": scheduler.state_dict()}
             last = losses[-1]
             ours.report(engine, {"loss": last, "losses": losses, "size": size}, state=kept, save=step % 2 == 1)
+
+
+def rows() -> torch.utils.data.TensorDataset:
+    return torch.utils.data.TensorDataset(torch.arange(96.0).sin().reshape(16, 6))
+
+
+def plain_epochs(epochs: int) -> list[float]:
+    """The losses of one process over a loader."""
+    model, losses = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(epochs):
+        for (batch_rows,) in torch.utils.data.DataLoader(rows(), batch_size=4):
+            loss = loss_of(model, batch_rows)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def shared(config: dict[str, Any]) -> None:
+    """Two workers that share in a model, and so in each batch of a loader; from epoch to epoch by checkpoints."""
+    from shardwise.integrations import ray as ours
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with ours.shard(model, config["plan"], optimizer=optimizer) as engine:
+        state = ours.resume(engine)
+        losses = [] if state is None else list(state["losses"])
+        loader = ours.prepare_data_loader(engine, torch.utils.data.DataLoader(rows(), batch_size=4))
+        for _ in range(config["epochs"]):
+            for (batch_rows,) in loader:
+                loss = loss_of(model, batch_rows)
+                engine.backward(loss)
+                engine.step()
+                losses.append(engine.mean(loss.item()))
+        numel = sum(param.numel() for param in model.parameters())
+        found = {"losses": losses, "numel": numel, "sampler": type(loader.sampler).__name__}
+        ours.report(engine, found, state={"losses": losses})

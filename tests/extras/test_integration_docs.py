@@ -46,7 +46,8 @@ def given(page: str) -> dict[str, Any]:
     if page == "lightning.md":
         quiet = {**lightning_jobs.QUIET, "enable_checkpointing": False}
         loader = torch.utils.data.DataLoader(lightning_jobs.Rows(16), batch_size=2)
-        return {"module": lightning_jobs.Module(), "loader": loader, "quiet": quiet, "pl": lightning_jobs.pl}
+        known = {"module": lightning_jobs.Module(), "loader": loader, "quiet": quiet, "pl": lightning_jobs.pl}
+        return {**known, "build": lightning_jobs.Net, "torch": torch}
     settings = {**jobs.DEFAULTS, "max_steps": 2}
     args = Seq2SeqTrainingArguments(tempfile.mkdtemp(), **settings)
     return {"model": jobs.llama(), "args": args, "dataset": jobs.rows(16), "tests": jobs.rows(4)}
@@ -59,7 +60,8 @@ def run(page: str, text: str, folder: str) -> bool:
     exec(compile(text, page, "exec"), names)
     trainer = names.get("trainer")
     if page == "lightning.md":
-        return trainer.strategy.plan.preset in ("zero3", "zero2")
+        strategy = (trainer or names["fabric"]).strategy
+        return strategy.plan.preset in ("zero3", "zero2")
     return trainer is None or trainer.engine is not None
 
 

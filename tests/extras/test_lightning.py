@@ -62,6 +62,42 @@ def test_everything_that_a_trainer_does(tmp_path: Path) -> None:
     same({"state": jobs.values(weights)}, {"state": jobs.values(expected_weights)}, "state")
 
 
+def test_ranks_that_share_in_a_model(tmp_path: Path) -> None:
+    """Ranks along tp are given the same batches, and all is as on half as many ranks with whole models."""
+    folder, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    plain = on_ranks(2, jobs.by_ddp, theirs)
+    ours = on_ranks(4, jobs.split, folder, theirs)
+    for rank in range(4):
+        (run, again, other), (expected, resumed) = ours[rank], plain[rank // 2]
+        same(run, expected, "losses", "norms", "metrics", "state", "predicted", "rate", "steps")
+        for name in ("val", "test"):
+            assert run[name][0] == pytest.approx(expected[name][0], abs=1e-5)
+        same(again, resumed, "losses", "state", "rate")
+        same(other, resumed, "losses", "state", "rate")
+    *_, from_ours, from_theirs = on_ranks(1, jobs.alone, folder, theirs)[0]
+    same(from_ours, from_theirs, "losses", "state")
+    weights = jobs.Module.load_from_checkpoint(f"{folder}/weights.ckpt")
+    expected_weights = jobs.Module.load_from_checkpoint(f"{theirs}/weights.ckpt")
+    same({"state": jobs.values(weights)}, {"state": jobs.values(expected_weights)}, "state")
+
+
+def test_ranks_that_share_in_tokens(tmp_path: Path) -> None:
+    wait = begin(1, jobs.shared, "sp", None, str(tmp_path))
+    found = on_ranks(2, jobs.shared, "sp", {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}}, str(tmp_path))
+    alone = wait()[0]
+    assert len(alone["losses"]) == 6
+    for run in found:
+        same(run, alone, "losses", "state")
+
+
+def test_ranks_that_share_in_experts(tmp_path: Path) -> None:
+    wait = begin(2, jobs.shared, "ep", None, str(tmp_path))
+    found = on_ranks(2, jobs.shared, "ep", {"preset": "zero2", "mesh": {"ep": 2}}, str(tmp_path))
+    for run, apart in zip(found, wait(), strict=True):
+        same(run, apart, "losses", "state")
+        assert "is cut along ep, and stays so" in run["letter"]
+
+
 def test_precisions(tmp_path: Path) -> None:
     over_fp32 = {"preset": "zero3", "precision": "fp32"}
     folder = str(tmp_path)
@@ -95,7 +131,7 @@ def test_averaged_weights_and_uneven_batches(tmp_path: Path) -> None:
 REFUSED = {
     "ddp's own": "find_unused_parameters= is for DistributedDataParallel",
     "spawn": "start_method='spawn' starts ranks",
-    "axes": "mesh has tp, and Lightning",
+    "axes": "mesh has pp, and Lightning calls the whole model",
     "state": "state_dict_type is 'sharded_'",
 }
 REFUSED_AT_SETUP = {

@@ -65,6 +65,30 @@ def test_a_worker_fails_and_all_go_on(cluster: None, tmp_path: Path) -> None:
     assert alone.metrics["size"] == 1
 
 
+def test_workers_that_share_in_a_model(cluster: None, tmp_path: Path) -> None:
+    """Along tp they are given the same batches, along dp others; each run goes on from the checkpoint before."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    def run(plan: Any) -> dict[str, Any]:
+        trainer = TorchTrainer(
+            jobs.shared, train_loop_config={"plan": plan, "epochs": 1}, scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(name="shared", storage_path=str(tmp_path)),
+        )  # fmt: skip
+        found: dict[str, Any] = trainer.fit().metrics
+        return found
+
+    cut = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}, "tensor": {"plan": {"0": "column", "2": "row"}}}
+    first = run(cut)
+    assert first["losses"] == pytest.approx(jobs.plain_epochs(1), abs=1e-5)
+    assert first["sampler"] == "SequentialSampler"
+    assert first["numel"] < sum(param.numel() for param in jobs.net().parameters())
+    again = run(cut)
+    assert again["losses"] == pytest.approx(jobs.plain_epochs(2), abs=1e-5)
+    apart = run("zero3")  # two batches at a time: half as many steps in an epoch
+    assert (len(apart["losses"]), apart["sampler"]) == (8 + 2, "DistributedSampler")
+
+
 def test_the_loop_of_the_page(cluster: None, tmp_path: Path) -> None:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer

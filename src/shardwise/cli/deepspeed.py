@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from shardwise import launch
-from shardwise.integrations.deepspeed.command_line import add_options, understood
+from shardwise.cli.deepspeed_hosts import names_hosts, notes_on_hosts, run_on_hosts
+from shardwise.integrations.deepspeed.command_line import add_options, refuse_options, understood
 from shardwise.launch.job import Job, describe
 
 _RUN_BY = "shardwise.integrations.deepspeed"
@@ -22,20 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job and return its exit status; raises `ShardwiseError` for a job that cannot start."""
+    refuse_options(args)
+    if names_hosts(args):
+        _tell(notes_on_hosts(args))
+        return run_on_hosts(args, _job(args, max(1, args.num_gpus)))
     num_devices = launch.count_gpus()
     asked = understood(args, num_devices)
-    for note in asked.notes:
-        print(f"shardwise: of deepspeed's options: {note}", file=sys.stderr)
+    _tell(asked.notes)
     if asked.devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, asked.devices))
-    job = Job(
-        command=tuple(args.command),
-        nproc=asked.nproc or max(1, num_devices),
-        is_module=args.module,
-        port=args.master_port,
-        log_dir=None if args.enable_each_rank_log == "None" else Path(args.enable_each_rank_log),
-        run_by=(_RUN_BY,) if args.no_local_rank else (_RUN_BY, "--local-rank"),
-    )
+    job = _job(args, asked.nproc or max(1, num_devices))
     job.check()
     with launch.listen(job.port) as listener:
         bound = job.bindings(launch.device_kind())
@@ -43,3 +40,20 @@ def run(args: argparse.Namespace) -> int:
             print(describe(job, on_cpu=num_devices == 0, bound=bound))
             return 0
         return launch.supervise(job, listener, on_cpu=num_devices == 0, bound=bound)
+
+
+def _job(args: argparse.Namespace, nproc: int) -> Job:
+    return Job(
+        command=tuple(args.command),
+        nproc=nproc,
+        is_module=args.module,
+        port=args.master_port,
+        log_dir=None if args.enable_each_rank_log == "None" else Path(args.enable_each_rank_log),
+        run_by=(_RUN_BY,) if args.no_local_rank else (_RUN_BY, "--local-rank"),
+        binds_cores=args.bind_cores_to_rank,
+    )
+
+
+def _tell(notes: list[str]) -> None:
+    for note in notes:
+        print(f"shardwise: of deepspeed's options: {note}", file=sys.stderr)

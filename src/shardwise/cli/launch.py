@@ -14,7 +14,7 @@ from shardwise import launch
 from shardwise.cli import launch_places
 from shardwise.config import load_plan
 from shardwise.errors import LaunchError
-from shardwise.integrations.accelerate_config import read_accelerate_config
+from shardwise.integrations.accelerate_config import AccelerateConfig, read_accelerate_config
 from shardwise.launch.job import Elastic, Job, describe
 
 
@@ -71,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
             raise LaunchError(f"--profile {args.profile}: give the first and the last step, such as 10:12.")
         os.environ["SHARDWISE_PROFILE"] = args.profile
     if args.accelerate_config is not None:
-        _take_accelerate_config(args)
+        take_config(args, read_accelerate_config(args.accelerate_config), str(args.accelerate_config))
     if args.shardwise is not None and not args.shardwise.startswith("{"):
         load_plan(args.shardwise)
     place = launch_places.place_of(args)
@@ -102,16 +102,18 @@ def _read_as_deepspeed(args: argparse.Namespace) -> None:
         args.nproc = args.num_gpus
 
 
-def _take_accelerate_config(args: argparse.Namespace) -> None:
-    """What is said on the command line counts more than the file, and what has no place here is listed."""
-    config = read_accelerate_config(args.accelerate_config)
+def take_config(args: argparse.Namespace, config: AccelerateConfig, where: str) -> None:
+    """Put what a config of Accelerate comes to into the options, which count more, and into the ranks' environment.
+
+    What has no place here is listed.
+    """
     if args.shardwise is not None:
         config.not_understood.append(f"the plan {json.dumps(config.plan)}: --shardwise {args.shardwise} counts")
         config.environment.pop("ACCELERATE_USE_DEEPSPEED", None)
     elif config.names_deepspeed_config:
         args.as_deepspeed = True
     for line in config.not_understood:
-        print(f"shardwise: {args.accelerate_config}: not understood: {line}", file=sys.stderr)
+        print(f"shardwise: {where}: not understood: {line}", file=sys.stderr)
     if not config.names_deepspeed_config:
         args.shardwise = args.shardwise or json.dumps(config.plan)
     args.nproc = args.nproc or config.nproc

@@ -23,6 +23,7 @@ from shardwise.version import __version__
 VERBS = {
     "launch": ("shardwise.cli.launch", "run a training script, one process per rank"),
     "deepspeed": ("shardwise.cli.deepspeed", "the same with DeepSpeed's own options, for its scripts"),
+    "accelerate": ("shardwise.cli.accelerate", "the same, as it is typed after Accelerate's `accelerate`"),
     "horovodrun": ("shardwise.cli.horovodrun", "the same, as it is typed after Horovod's horovodrun"),
     "explain": ("shardwise.cli.explain", "print the table and the program that a plan becomes"),
     "bench": ("shardwise.cli.bench", "measure disks, memory and links; in a checkout, race the peers"),

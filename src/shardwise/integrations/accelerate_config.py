@@ -50,18 +50,28 @@ class AccelerateConfig:
 
 def read_accelerate_config(path: Path) -> AccelerateConfig:
     """Raises `ConfigError` for a file that is none, and for a job on several hosts."""
+    return config_of(values_of(path), str(path))
+
+
+def values_of(path: Path) -> dict[str, Any]:
+    """What is written in a file. Raises `ConfigError` for one that is none of `accelerate config`."""
     try:
         values = read_plainly(path.read_text())
     except (OSError, UnicodeDecodeError, SourceError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read as a file of `accelerate config`: {error}") from error
     if not isinstance(values, dict) or "distributed_type" not in values:
         raise ConfigError(f"{path} has no distributed_type, so it is not a file of `accelerate config`.")
+    return values
+
+
+def config_of(values: Mapping[str, Any], where: str) -> AccelerateConfig:
+    """What the values of a file, or of a command line, come to. Raises `ConfigError` for a job on several hosts."""
     kind = str(values["distributed_type"])
     if kind not in _KINDS:
-        raise ConfigError(f"{path}: distributed_type {kind} is not supported here. Known: {', '.join(_KINDS)}.")
+        raise ConfigError(f"{where}: distributed_type {kind} is not supported here. Known: {', '.join(_KINDS)}.")
     if values.get("num_machines", 1) not in (1, "1"):
         raise ConfigError(
-            f"{path}: num_machines is {values['num_machines']}, and shardwise launch starts ranks of one host. Start "
+            f"{where}: num_machines is {values['num_machines']}, and shardwise launch starts ranks of one host. Start "
             f"torchrun -m shardwise.integrations.run --plan PLAN script on each."
         )
     found = AccelerateConfig({"preset": "ddp"})

@@ -29,15 +29,21 @@ def require_data_axes(plan: sw.Plan, library: str) -> None:
         )
 
 
-def require_own_batches(plan: sw.Plan, library: str) -> None:
-    """Raise `ConfigError` for a plan with a model axis, where the library gives every rank a batch of its own and
-    nothing has been done about it."""
-    wanted = [axis for axis in ("pp", "tp", "sp", "ep") if (plan.mesh or {}).get(axis, 1) != 1]
-    if wanted:
+def require_no_stages(plan: sw.Plan, library: str) -> None:
+    """Raise `ConfigError` for a plan with stages of a pipeline, for which the library has no loop."""
+    if (plan.mesh or {}).get("pp", 1) != 1:
         raise ConfigError(
-            f"The plan's mesh has {' and '.join(wanted)}, and {library} gives every rank a batch of its own. Take a "
-            f"mesh of data axes (dp, node, local) here, or a loop with engine.train_step(batch)."
+            f"The plan's mesh has pp, and {library} calls the whole model for each batch. Take a mesh without stages "
+            f"here (dp, node, local, ep, tp, sp), or a loop with engine.train_step(batch)."
         )
+
+
+def share_of_data(plan: sw.Plan, rank: int, size: int) -> tuple[int, int]:
+    """Which share of the data `rank` of `size` is to be given, and of how many: the same for all that share in it.
+
+    What `engine.data_ranks` will be, before there is an engine. Raises `ConfigError` for a mesh of another size.
+    """
+    return sw.Mesh.of(plan.mesh, size).data_place(rank) if plan.mesh else (rank, size)
 
 
 def settled(plan: sw.Plan, model: nn.Module, mixed_precision: str, compiler: str | None, library: str) -> sw.Plan:

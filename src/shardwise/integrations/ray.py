@@ -17,20 +17,27 @@ import torch.distributed as dist
 from ray.train import Checkpoint
 from ray.train.v2.api.report_config import CheckpointUploadMode
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.integrations.folders import STATE_FOLDER
-from shardwise.integrations.plans import PlanLike, require_own_batches
+from shardwise.integrations.plans import PlanLike
 
 _LOCAL = "local"
+_KEPT = (
+    "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn", "generator",
+    "multiprocessing_context", "prefetch_factor", "persistent_workers",
+)  # fmt: skip
+"""What a loader keeps when its samples are dealt out."""
 
 
 def shard(model: nn.Module, plan: PlanLike = "zero3", *, optimizer: Any = None, **settings: Any) -> sw.Engine:
     """What `shardwise.shard` does, on the workers of a `TorchTrainer`, in the place of `prepare_model`. All call.
 
-    The device is the one that Ray gave this worker. Use the engine in a `with`: what one worker raises, the others
-    raise as well, and Ray starts all of them again if its `FailureConfig` says so.
+    The device is the one that Ray gave this worker. Under a plan with axes `tp`, `sp` or `pp` some workers share in a
+    batch: `prepare_data_loader` of this module deals batches so, and Ray's own does not. Use the engine in a `with`:
+    what one worker raises, the others raise as well, and Ray starts all of them again if its `FailureConfig` says so.
 
     Raises `ConfigError` outside of a worker, and for a model that `prepare_model` has wrapped.
     """
@@ -45,10 +52,30 @@ def shard(model: nn.Module, plan: PlanLike = "zero3", *, optimizer: Any = None, 
             "prepare_model() has wrapped the model in DistributedDataParallel. Call shard() with the model itself, "
             "which it moves and shards."
         )
-    require_own_batches(loaded, "Ray's prepare_data_loader")
     device = ray.train.torch.get_device()
     wanted = None if device.type == "cpu" else device
     return sw.shard(model, loaded, optimizer=optimizer, device=wanted, **settings)
+
+
+def prepare_data_loader(engine: sw.Engine, loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
+    """What Ray's own does, by `engine.data_ranks`: workers that share in a batch are given the same one.
+
+    A loader over an iterable dataset, or with a `DistributedSampler` already, keeps its samples. `settings` are Ray's
+    (`move_to_device`, `auto_transfer`). Call `loader.sampler.set_epoch(epoch)` before each epoch of a shuffled one.
+    """
+    place, count = engine.data_ranks
+    is_dealt = isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler)
+    if count > 1 and not is_dealt:
+        if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+            raise ConfigError(
+                "The loader has batches of its own (batch_size=None or a batch_sampler), which nothing here can deal "
+                "out. Deal them by engine.data_ranks, which is (place, number), and leave this call out."
+            )
+        is_shuffled = not isinstance(loader.sampler, SequentialSampler)
+        sampler = DistributedSampler(loader.dataset, count, place, shuffle=is_shuffled, drop_last=loader.drop_last)  # type: ignore[var-annotated]
+        loader = DataLoader(loader.dataset, sampler=sampler, **{name: getattr(loader, name) for name in _KEPT})
+    prepared: DataLoader[Any] = ray.train.torch.prepare_data_loader(loader, add_dist_sampler=False, **settings)
+    return prepared
 
 
 def report(

@@ -1,9 +1,9 @@
 """Trainer and Accelerator of an unmodified script are replaced by ours, as their modules are imported.
 
 [Note: when a class is replaced] A finder in front of `sys.meta_path` sees the import of `accelerate.accelerator`,
-`transformers.trainer` and Lightning's `trainer.trainer`, and puts a subclass in the place of the class right after the
-module has run: before anybody can have taken the class out of it. So `from transformers import Trainer`,
-`Seq2SeqTrainer`, trainers of TRL, and classes that the script derives from any of them all stand on ours.
+`transformers.trainer`, and Lightning's `trainer.trainer` and `fabric.fabric`, and puts a subclass in the place of the
+class right after the module has run: before anybody can have taken the class out of it. So `from transformers import
+Trainer`, `Seq2SeqTrainer`, trainers of TRL, and classes that the script derives from any of them all stand on ours.
 They must not have `ShardwiseTrainerMixin` in front a second time.
 """
 
@@ -25,6 +25,7 @@ from shardwise.errors import StateError
 ACCELERATE, TRANSFORMERS = "accelerate.accelerator", "transformers.trainer"
 ARGUMENTS = "transformers.training_args"
 LIGHTNING, PYTORCH_LIGHTNING = "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"
+FABRIC, LIGHTNING_FABRIC = "lightning.fabric.fabric", "lightning_fabric.fabric"
 
 
 class Takeover(importlib.abc.MetaPathFinder):
@@ -42,6 +43,8 @@ class Takeover(importlib.abc.MetaPathFinder):
             TRANSFORMERS: self._change_transformers,
             LIGHTNING: self._change_lightning,
             PYTORCH_LIGHTNING: self._change_pytorch_lightning,
+            FABRIC: self._change_fabric,
+            LIGHTNING_FABRIC: self._change_lightning_fabric,
         }
         if as_deepspeed:
             self._changes[ARGUMENTS] = _change_arguments
@@ -102,6 +105,22 @@ class Takeover(importlib.abc.MetaPathFinder):
         from shardwise.integrations.pytorch_lightning import ShardwiseStrategy
 
         self._take_lightning_trainer(module, ShardwiseStrategy)
+
+    def _change_fabric(self, module: Any) -> None:
+        from shardwise.integrations.fabric import ShardwiseStrategy
+
+        self._take_fabric(module, ShardwiseStrategy)
+
+    def _change_lightning_fabric(self, module: Any) -> None:
+        from shardwise.integrations.lightning_fabric import ShardwiseStrategy
+
+        self._take_fabric(module, ShardwiseStrategy)
+
+    def _take_fabric(self, module: Any, strategy_class: Any) -> None:
+        from shardwise.integrations.lightning_parts import fabric_over
+
+        strategy_class.default_plan = self.plan
+        module.Fabric = fabric_over(module.Fabric, strategy_class)
 
     def _take_lightning_trainer(self, module: Any, strategy_class: Any) -> None:
         from shardwise.integrations.lightning_parts import trainer_over

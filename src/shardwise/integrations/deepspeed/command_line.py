@@ -1,4 +1,4 @@
-"""What people type after `deepspeed`, as a job of this host: each option honoured, told to mean nothing, or refused."""
+"""What people type after `deepspeed`, for this host: each option honoured, told to mean nothing, or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ _REFUSED: dict[str, str] = {
     "no_ssh": "it starts one host of several; torchrun on each does that.",
 }
 _OF_OTHER_HOSTS = ("launcher", "launcher_args", "ssh_port", "no_ssh_check", "force_multi", "master_addr")
-_ABOUT_CORES = ("bind_cores_to_rank", "bind_core_list")
 
 
 @dataclass
@@ -39,11 +38,11 @@ class Asked:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of DeepSpeed's launcher, and the script behind them."""
     option = parser.add_argument
-    option("-H", "--hostfile", metavar="FILE", help="a line `localhost slots=N`: so many ranks")
-    option("-i", "--include", default="", metavar="HOST:0,1", help="the devices of this host that ranks use")
+    option("-H", "--hostfile", metavar="FILE", help="lines `host slots=N`: so many ranks on each, by ssh if several")
+    option("-i", "--include", default="", metavar="HOST:0,1", help="the hosts and devices that ranks use")
     option("-e", "--exclude", default="", metavar="HOST:0,1", help="those that they do not")
-    option("--num_nodes", type=int, default=-1, metavar="N", help="1; for several hosts run torchrun on each")
-    option("--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help="ranks to start")
+    option("--num_nodes", type=int, default=-1, metavar="N", help="the first N hosts of the file")
+    option("--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N", help="ranks to start on each host")
     option("--master_port", type=int, metavar="P", help="port at which ranks meet (default: a free one)")
     option("--node_rank", type=int, default=-1, help=argparse.SUPPRESS)
     option("--module", action="store_true", help="run a module, as `python -m` does")
@@ -62,16 +61,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("command", nargs=argparse.PARSER, metavar="script", help="the script, and its arguments")
 
 
+def refuse_options(args: Any) -> None:
+    """Raise `LaunchError` for what is not supported, on this host and on others."""
+    for name, why in _REFUSED.items():
+        if getattr(args, name):
+            raise LaunchError(f"deepspeed --{name} is not supported: {why}")
+    if args.node_rank > 0:
+        raise LaunchError(
+            f"--node_rank {args.node_rank} starts one of several hosts by hand. Give all of them in --hostfile, or run "
+            f"torchrun -m shardwise.integrations.deepspeed script on each."
+        )
+
+
 def understood(args: Any, num_devices: int) -> Asked:
     """What `args` of `add_options` ask for on a host with `num_devices` accelerators.
 
     Raises `LaunchError` for what is not supported, and `ConfigError` for what contradicts itself.
     """
-    for name, why in _REFUSED.items():
-        if getattr(args, name):
-            raise LaunchError(f"deepspeed --{name} is not supported: {why}")
-    if args.num_nodes > 1 or args.node_rank > 0:
-        raise LaunchError(_several("--num_nodes" if args.num_nodes > 1 else "--node_rank"))
+    if args.num_nodes > 1:
+        raise LaunchError(_several(f"--num_nodes {args.num_nodes}"))
     slots = _slots(args.hostfile)
     chosen = _chosen(args, slots or num_devices)
     wanted = args.num_gpus if args.num_gpus > 0 else None
@@ -87,7 +95,8 @@ def understood(args: Any, num_devices: int) -> Asked:
 def _notes(args: Any) -> list[str]:
     given = [name for name in _OF_OTHER_HOSTS if getattr(args, name)]
     notes = [f"--{name} is about other hosts, and ranks start on this one" for name in given]
-    notes += [f"--{name}: ranks are not bound to cores" for name in _ABOUT_CORES if getattr(args, name)]
+    if args.bind_core_list:
+        notes.append("--bind_core_list: --bind_cores_to_rank divides the cores that this command may use")
     if args.hostfile and not Path(args.hostfile).is_file():
         notes.append(f"--hostfile {args.hostfile} is not there, so this host has the ranks")
     return notes
@@ -107,7 +116,7 @@ def _slots(hostfile: str | None) -> int | None:
             raise ConfigError(f"{hostfile}: {line!r} is not a line of a hostfile, such as `localhost slots=4`.")
         hosts.append(int(match["slots"]))
     if len(hosts) != 1:
-        raise LaunchError(_several(f"{hostfile}, in which there are {len(hosts)},"))
+        raise LaunchError(f"{hostfile} names {len(hosts)} hosts; give one line `localhost slots=N`, or several hosts.")
     return hosts[0]
 
 
@@ -134,6 +143,6 @@ def _chosen(args: Any, num_slots: int) -> tuple[int, ...] | None:
 
 def _several(what: str) -> str:
     return (
-        f"{what} is about several hosts, and ranks start on this one. Run torchrun -m shardwise.integrations.deepspeed "
-        f"script on each instead."
+        f"{what} is about several hosts, and nothing says which. Give --hostfile FILE with a line `host slots=N` for "
+        f"each."
     )

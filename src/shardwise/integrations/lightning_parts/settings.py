@@ -13,8 +13,8 @@ from shardwise.integrations.plans import require_agreement, settled, without
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3-kept", "hsdp", "hpz", "offload", "zero3-offload", "infinity")
 _OURS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
-_OURS |= {"process_group_backend", "timeout", "start_method"}
-_PRECISIONS = {"32-true": "no", "bf16-true": "bf16", "bf16-mixed": "bf16", "16-true": "fp16", "16-mixed": "fp16"}
+_OURS |= {"precision", "process_group_backend", "timeout", "start_method"}
+PRECISIONS = {"32-true": "no", "bf16-true": "bf16", "bf16-mixed": "bf16", "16-true": "fp16", "16-mixed": "fp16"}
 
 
 def names_and_plans() -> dict[str, str]:
@@ -56,9 +56,9 @@ def plan_for(plan: sw.Plan, trainer: Any, model: nn.Module, precision: str) -> s
             "The LightningModule was given to torch.compile, which compiles whole steps. Give the module itself, and "
             "say compile in the plan: units are compiled one by one."
         )
-    if precision not in _PRECISIONS:
-        raise ConfigError(f"precision is {precision!r}, which no plan has. Take {', '.join(map(repr, _PRECISIONS))}.")
-    return settled(without(plan, "accumulate", "clip_grad_norm"), model, _PRECISIONS[precision], None, "Lightning")
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision is {precision!r}, which no plan has. Take {', '.join(map(repr, PRECISIONS))}.")
+    return settled(without(plan, "accumulate", "clip_grad_norm"), model, PRECISIONS[precision], None, "Lightning")
 
 
 def places(strategy: Any) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,19 +15,15 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
-from shardwise.integrations.lightning_parts import checkpoints
 from shardwise.integrations.lightning_parts.precision import refuse_scaler, with_engine
 from shardwise.integrations.lightning_parts.settings import places, plan_for, refuse_settings
+from shardwise.integrations.lightning_parts.states import ENGINE, StateMixin
 from shardwise.integrations.lightning_parts.uneven import Pace
-from shardwise.integrations.plans import PlanLike, require_own_batches
+from shardwise.integrations.plans import PlanLike, require_no_stages, share_of_data
 from shardwise.integrations.preparing import ids_of, zero_apart, zero_together
 
-_Base: Any = object
-_ENGINE = "_shardwise_engine"
-"""Where a LightningModule keeps its engine, which may outlive the Trainer that made it."""
 
-
-class StrategyMixin(_Base):
+class StrategyMixin(StateMixin):
     """In front of Lightning's DDPStrategy: the LightningModule is sharded by `plan`, and stays the same object.
 
     `plan` is a preset's name, a file, a dict or a `sw.Plan`; without one `zero3`. With `state_dict_type="sharded"`
@@ -39,8 +34,8 @@ class StrategyMixin(_Base):
     The module is sharded when `fit`, `validate`, `test` or `predict` begins, and stays so afterwards: `state_dict()`,
     `trainer.save_checkpoint` and the next of these work on all ranks together. `release()` makes it plain again.
 
-    Raises `ConfigError` for a plan that splits batches or models between ranks (axes pp, tp, sp, ep), and for what
-    belongs to another engine.
+    Ranks along the axes `tp` and `sp` of the plan's mesh are given the same batches. Raises `ConfigError` for a plan
+    with stages of a pipeline, and for what belongs to another engine.
     """
 
     strategy_name = "shardwise"
@@ -57,7 +52,7 @@ class StrategyMixin(_Base):
         **settings: Any,
     ) -> None:
         self.plan = sw.load_plan(self.default_plan if plan is None else plan)
-        require_own_batches(self.plan, "Lightning")
+        require_no_stages(self.plan, "Lightning")
         refuse_settings(settings)
         if state_dict_type not in ("sharded", "full"):
             raise ConfigError(f"state_dict_type is {state_dict_type!r}. Take 'sharded' or 'full'.")
@@ -81,14 +76,13 @@ class StrategyMixin(_Base):
         ours = None if plugin is None else with_engine(plugin)
         super(StrategyMixin, type(self)).precision_plugin.__set__(self, ours)
 
-    # -- the engine -------------------------------------------------------------------------------------
-
     @property
-    def engine(self) -> sw.Engine | None:
-        """The engine of the LightningModule, once it is sharded."""
-        module = self.lightning_module
-        engine: sw.Engine | None = None if module is None else module.__dict__.get(_ENGINE)
-        return engine
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """See Lightning. Ranks that share in a batch are given the same one."""
+        place, count = share_of_data(self.plan, self.global_rank, self.world_size)
+        return {"num_replicas": count, "rank": place}
+
+    # -- the engine -------------------------------------------------------------------------------------
 
     @property
     def world(self) -> sw.World:
@@ -128,7 +122,7 @@ class StrategyMixin(_Base):
         device = None if self.root_device.type == "cpu" else self.root_device
         engine = sw.shard(module, plan, optimizer=mine or None, world=self.world, device=device)
         weakref.finalize(engine, self.world.close)  # before the interpreter ends, too
-        module.__dict__[_ENGINE] = engine
+        module.__dict__[ENGINE] = engine
         zero_together(module, engine)
 
     def _shorten(self) -> None:
@@ -141,13 +135,18 @@ class StrategyMixin(_Base):
     def release(self) -> None:
         """Make the module plain again: whole parameters on every rank, no engine. All ranks call.
 
-        Without an engine it does nothing.
+        Without an engine it does nothing. Raises `ConfigError` for a module that is cut over ranks.
         """
         engine, module = self.engine, self.lightning_module
         if engine is None:
             return
+        if engine.mesh.parted_axes:
+            raise ConfigError(
+                f"The module is cut along {' and '.join(engine.mesh.parted_axes)}, and stays so. For another fit() or "
+                f"a plain module make a new one, and give it a checkpoint, or strategy.engine.state_dict()."
+            )
         whole = engine.state_dict()
-        del module.__dict__[_ENGINE]
+        del module.__dict__[ENGINE]
         zero_apart(module)
         engine.close()
         module.load_state_dict(whole)
@@ -260,60 +259,6 @@ class StrategyMixin(_Base):
 
     def on_predict_end(self) -> None:
         self._end()
-
-    # -- state ------------------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    def lightning_module_state_dict(self) -> Any:
-        """The whole state dict on rank 0 if checkpoints are `"full"`; else nothing: `save_checkpoint` sees to it."""
-        if self.engine is None:
-            return super().lightning_module_state_dict()
-        return self.engine.state_dict(rank_0_only=True) if self._state_dict_type == "full" else self._standing
-
-    def optimizer_state(self, optimizer: Any) -> Any:
-        """Likewise."""
-        if self.engine is not None and self._state_dict_type == "sharded":
-            return {}
-        return getattr(optimizer, "optimizer", optimizer).state_dict()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """See Lightning. All ranks call."""
-        engine = self.engine
-        if engine is None or self._state_dict_type == "full":
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        path = Path(self.broadcast(str(filepath)))
-        if checkpoints.STATES not in checkpoint:  # weights alone
-            whole = engine.state_dict(rank_0_only=True)
-            own = {name: whole for name, value in checkpoint.items() if value is self._standing}
-            super().save_checkpoint({**checkpoint, **own}, path, storage_options)
-            return
-        if storage_options is not None:
-            raise ConfigError(
-                "storage_options is for checkpoints that are single files. Leave it out, or give the strategy "
-                "state_dict_type='full'."
-            )
-        checkpoints.write(engine, checkpoint, path, self._standing)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """See Lightning. All ranks call. Also reads single files, whichever strategy of Lightning wrote them."""
-        path = Path(self.broadcast(str(checkpoint_path)))
-        if not checkpoints.is_sharded(path):
-            return super().load_checkpoint(path, weights_only)
-        assert self.engine is not None
-        return checkpoints.read(self.engine, path, weights_only=weights_only)
-
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if checkpoint[checkpoints.WEIGHTS]:  # else the engine has read them
-            self.lightning_module.load_state_dict(checkpoint[checkpoints.WEIGHTS], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint[checkpoints.STATES], strict=True):
-            if state:  # else the engine has read it
-                optimizer.load_state_dict(state)
 
     # -- the end ----------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The Trainer of an unmodified script: its strategy is ours, whichever it names."""
+"""The Trainer, or the Fabric, of an unmodified script: its strategy is ours, whichever it names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ANOTHER = ("auto", "ddp", "fsdp", "deepspeed", "shardwise", "single_device", "m
 
 
 class TrainerMixin(_Base):
-    """In front of Lightning's Trainer."""
+    """In front of Lightning's Trainer, and of its Fabric."""
 
     strategy_class: ClassVar[Any]
 
@@ -28,3 +28,8 @@ def trainer_over(trainer: type, strategy_class: type) -> type:
     """A Trainer class with the mixin in front of it."""
     known = {"__doc__": trainer.__doc__, "__module__": trainer.__module__, "strategy_class": strategy_class}
     return type(trainer.__name__, (TrainerMixin, trainer), known)
+
+
+def fabric_over(fabric: type, strategy_class: type) -> type:
+    """A Fabric class with the same in front of it."""
+    return trainer_over(fabric, strategy_class)

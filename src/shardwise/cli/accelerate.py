@@ -1,0 +1,34 @@
+"""`shardwise accelerate launch ...`: a command line of Accelerate's launcher, with shardwise as the engine."""
+
+from __future__ import annotations
+
+import argparse
+
+from shardwise.cli import launch
+from shardwise.errors import LaunchError
+from shardwise.integrations.accelerate_launch import add_options, understood
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`launch`, and all that follows it."""
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    parser.add_argument("verb", metavar="launch", help="as of Accelerate, whose other commands are its own")
+    parser.add_argument(
+        "rest", nargs=argparse.REMAINDER, metavar="...", help="options of accelerate launch, the script"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job and return its exit status; raises `ShardwiseError` for what cannot be meant here."""
+    if args.verb != "launch":
+        raise LaunchError(f"accelerate {args.verb} is Accelerate's own. Here is `shardwise accelerate launch script`.")
+    options = argparse.ArgumentParser(prog="shardwise accelerate launch", allow_abbrev=False)
+    add_options(options)
+    asked = options.parse_args(args.rest)
+    config, words = understood(asked)
+    parser = argparse.ArgumentParser(prog="shardwise launch", allow_abbrev=False)
+    launch.add_arguments(parser)
+    dry = ["--dry-run"] if args.dry_run else []
+    job = parser.parse_args([*dry, *words, *asked.command])
+    launch.take_config(job, config, "accelerate launch")
+    return launch.run(job)

@@ -1,0 +1,19 @@
+"""Lightning's Fabric over our engine: `Fabric(strategy="shardwise_zero3")`, or `ShardwiseStrategy(plan)`.
+
+Importing this module registers the names: `shardwise`, and `shardwise_<preset>` for each preset.
+"""
+
+from __future__ import annotations
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+
+from shardwise.integrations.lightning_parts import FabricStrategyMixin, names_and_plans
+
+
+class ShardwiseStrategy(FabricStrategyMixin, DDPStrategy):
+    __doc__ = FabricStrategyMixin.__doc__
+
+
+STRATEGY_REGISTRY.register("shardwise", ShardwiseStrategy, "the engine of shardwise, by its default plan")
+for _name, _preset in names_and_plans().items():
+    STRATEGY_REGISTRY.register(_name, ShardwiseStrategy, f"the engine of shardwise, by {_preset}", plan=_preset)

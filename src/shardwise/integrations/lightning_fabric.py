@@ -1,0 +1,19 @@
+"""Fabric of the package `lightning_fabric` over our engine; see `shardwise.integrations.fabric`.
+
+Importing this module registers the names: `shardwise`, and `shardwise_<preset>` for each preset.
+"""
+
+from __future__ import annotations
+
+from lightning_fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+
+from shardwise.integrations.lightning_parts import FabricStrategyMixin, names_and_plans
+
+
+class ShardwiseStrategy(FabricStrategyMixin, DDPStrategy):
+    __doc__ = FabricStrategyMixin.__doc__
+
+
+STRATEGY_REGISTRY.register("shardwise", ShardwiseStrategy, "the engine of shardwise, by its default plan")
+for _name, _preset in names_and_plans().items():
+    STRATEGY_REGISTRY.register(_name, ShardwiseStrategy, f"the engine of shardwise, by {_preset}", plan=_preset)

@@ -1,0 +1,265 @@
+"""A strategy of Lightning's Fabric: where its loops ask for a model, a norm, a checkpoint, the engine answers.
+
+Ranks, devices, launching and messages are those of Fabric's DDPStrategy.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ConfigError
+from shardwise.integrations.lightning_parts import fabric_states
+from shardwise.integrations.lightning_parts.precision import refuse_scaler
+from shardwise.integrations.lightning_parts.settings import PRECISIONS, places, refuse_settings
+from shardwise.integrations.lightning_parts.strategy import StrategyMixin
+from shardwise.integrations.plans import PlanLike, require_no_stages, settled, share_of_data
+from shardwise.integrations.preparing import ids_of, zero_together
+
+_Base: Any = object
+
+
+class FabricStrategyMixin(_Base):
+    """In front of Fabric's DDPStrategy: models are sharded by `plan` as they are set up, and stay the same objects.
+
+    `plan` is a preset's name, a file, a dict or a `sw.Plan`; without one `zero3`. With `state_dict_type="sharded"`
+    what `fabric.save` writes is a folder, into which each rank writes its part and which any number of ranks can load;
+    with `"full"`, or with a `filter`, a single file as of DDP. Other arguments are DDPStrategy's for devices and
+    launching. Ranks along the axes `tp` and `sp` of the plan's mesh are given the same batches.
+
+    A model is sharded by `fabric.setup(model, optimizer)`, or by `setup_optimizers` after `setup_module`. Raises
+    `ConfigError` for a plan with stages of a pipeline, or one that does what a loop of Fabric does itself.
+    """
+
+    default_plan: ClassVar[PlanLike] = "zero3"
+    """What counts where `plan` is not given."""
+
+    def __init__(
+        self,
+        plan: PlanLike | None = None,
+        *,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        **settings: Any,
+    ) -> None:
+        self.plan = sw.load_plan(self.default_plan if plan is None else plan)
+        require_no_stages(self.plan, "Fabric")
+        refuse_settings(settings)
+        for name, plain in (("accumulate", 1), ("clip_grad_norm", None)):
+            if getattr(self.plan, name) is not plain:
+                raise ConfigError(
+                    f"The plan says {name} {getattr(self.plan, name)}, and a loop of Fabric does that itself. Leave it "
+                    f"out of the plan, and use fabric.no_backward_sync() and fabric.clip_gradients()."
+                )
+        if state_dict_type not in ("sharded", "full"):
+            raise ConfigError(f"state_dict_type is {state_dict_type!r}. Take 'sharded' or 'full'.")
+        super().__init__(**settings)
+        StrategyMixin.num_made += 1
+        self._state_dict_type = state_dict_type
+        self._engines: dict[nn.Module, sw.Engine] = {}
+        self._pending: list[nn.Module] = []
+        self._own_world: sw.World | None = None
+        self._backward_sync_control = _SyncControl(self._engines)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """See Fabric. Ranks that share in a batch are given the same one."""
+        place, count = share_of_data(self.plan, self.global_rank, self.world_size)
+        return {"num_replicas": count, "rank": place}
+
+    @property
+    def world(self) -> sw.World:
+        """The ranks, met when this is first asked for."""
+        if self._own_world is None:
+            self._own_world = sw.World.join(environment=places(self))
+            weakref.finalize(self, self._own_world.close)  # before the interpreter ends, too
+        return self._own_world
+
+    def engine_of(self, model: nn.Module) -> sw.Engine | None:
+        """The engine of a model that `fabric.setup` was given, or has returned; `None` for one that is not sharded."""
+        return self._engines.get(getattr(model, "module", model), self._engines.get(model))
+
+    # -- setup ------------------------------------------------------------------------------------------
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """The engine does it, part by part."""
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Around a model: what is built there is recorded, and made where the plan has it.
+
+        In `bf16-true` and its like Fabric casts each model before it is set up, so that has to have its values.
+        """
+        if self.precision.precision in ("bf16-true", "16-true", "64-true"):
+            whole: AbstractContextManager[Any] = super().module_init_context(empty_init)
+            return whole
+        stack = ExitStack()
+        stack.enter_context(self.precision.module_init_context())
+        stack.enter_context(sw.deferred_init())
+        return stack
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """See Fabric. A model that is trained is sharded once its optimizer is set up."""
+        params = list(module.parameters())
+        if any(param.requires_grad for param in params):
+            self._pending.append(module)
+        if not any(param.is_meta for param in params):
+            module.to(self.root_device)
+        return module
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """See Fabric. All ranks call; shards the model whose parameters it has."""
+        for module in self._pending:
+            if {id(param) for param in module.parameters()} & ids_of(optimizer):
+                self._pending.remove(module)
+                self._shard(module, [optimizer])
+                return optimizer
+        if any({id(param) for param in module.parameters()} & ids_of(optimizer) for module in self._engines):
+            raise ConfigError(
+                f"The model of this {type(optimizer).__name__} is sharded already, with another optimizer. Give both "
+                f"to fabric.setup(model, first, second)."
+            )
+        return optimizer
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
+        """See Fabric. All ranks call."""
+        self._shard(module, optimizers)
+        return module, optimizers, scheduler
+
+    def _shard(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        name = getattr(self.precision, "precision", "32-true")
+        if name not in PRECISIONS or name == "16-true":
+            known = [repr(one) for one in PRECISIONS if one != "16-true"]
+            raise ConfigError(
+                f"precision is {name!r}, which a loop of Fabric cannot have here. Take {', '.join(known)}."
+            )
+        plan = settled(self.plan, module, PRECISIONS[name], None, "Fabric")
+        if plan.precision == "fp16" and self._engines:
+            raise ConfigError("In fp16 every engine has a loss scale of its own. Take bf16 for several models.")
+        refuse_scaler(self.precision, plan)
+        device = None if self.root_device.type == "cpu" else self.root_device
+        engine = sw.shard(module, plan, optimizer=optimizers, world=self.world, device=device)
+        self._engines[module] = engine
+        zero_together(module, engine)
+        if engine.scaler is not None:
+            self.precision.scaler = _EngineScaler(engine)
+
+    # -- a step -----------------------------------------------------------------------------------------
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """See Fabric. All ranks call; returns the global norm before clipping, a tensor on the CPU."""
+        engine = self.engine_of(module)
+        trained = {id(param) for param in module.parameters() if param.requires_grad}
+        if engine is None or not trained <= ids_of(optimizer):
+            clipped: torch.Tensor = super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type, error_if_nonfinite
+            )
+            return clipped
+        norm = float(engine.clip_grad_norm_(max_norm, norm_type))
+        if error_if_nonfinite and engine.scaler is None and not math.isfinite(norm):
+            raise RuntimeError(
+                f"The norm of the gradients is {norm}. Give fabric.clip_gradients error_if_nonfinite=False to go on."
+            )
+        return torch.tensor(norm)
+
+    # -- state ------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """See Fabric: whole, on all ranks. All ranks call."""
+        engine = self.engine_of(module)
+        state: dict[str, Any] = super().get_module_state_dict(module) if engine is None else engine.state_dict()
+        return state
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """See Fabric. All ranks call, with the same values."""
+        engine = self.engine_of(module)
+        if engine is None or not engine.mesh.parted_axes:
+            super().load_module_state_dict(module, state_dict, strict)
+        else:
+            engine.load_state_dict(state_dict)
+
+    def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> Any:
+        """See Fabric: whole, on all ranks. All ranks call."""
+        engine = fabric_states.owner_of(optimizer, self._engines)
+        if engine is None or not engine.mesh.parted_axes:
+            return super().get_optimizer_state(optimizer)
+        return engine.optimizer_state_dict()
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """See Fabric. All ranks call."""
+        is_sharded = any(one in self._engines for one in state.values() if isinstance(one, nn.Module))
+        if not is_sharded or self._state_dict_type == "full" or filter:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        if storage_options is not None:
+            raise ConfigError(
+                "storage_options is for checkpoints that are single files. Leave it out, or give the strategy "
+                "state_dict_type='full'."
+            )
+        fabric_states.save(Path(self.broadcast(str(path))), state, self._engines, self.world)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """See Fabric. All ranks call. Also reads single files, whichever strategy of Fabric wrote them."""
+        folder = Path(self.broadcast(str(path)))
+        if fabric_states.is_sharded(folder):
+            return fabric_states.load(folder, state, self._engines, strict=strict, weights_only=weights_only)
+        if isinstance(state, dict):
+            loads = fabric_states.with_whole_states(state, self._engines)
+            rest: dict[str, Any] = super().load_checkpoint(folder, loads, strict, weights_only)
+            state.update({name: one for name, one in loads.items() if not fabric_states.is_stateful(state[name])})
+            return rest
+        return dict(super().load_checkpoint(folder, state, strict, weights_only))
+
+
+class _SyncControl:
+    """What `fabric.no_backward_sync` asks. Gradients that the plan keeps in shards are reduced all the same."""
+
+    def __init__(self, engines: dict[nn.Module, sw.Engine]) -> None:
+        self._engines = engines
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        engine = self._engines.get(module)
+        if not enabled or engine is None or engine.table.grad.shard:
+            return nullcontext()
+        return engine.no_sync()
+
+
+class _EngineScaler:
+    """In the place of a GradScaler: the engine has the loss scale, the same on all ranks, and skips steps itself."""
+
+    def __init__(self, engine: sw.Engine) -> None:
+        self._engine = engine
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return self._engine.scale(loss)
+
+    def step(self, optimizer: torch.optim.Optimizer, **settings: Any) -> Any:
+        return optimizer.step(**settings)
+
+    def update(self) -> None:
+        """The step did it."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """The engine takes its loss scale out of gradients before anybody reads them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The engine's checkpoint has it."""

@@ -1,0 +1,124 @@
+"""Command lines of Accelerate's launcher."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import main
+
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_processes: 4
+mixed_precision: bf16
+fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP, fsdp_transformer_layer_cls_to_wrap: Block}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a script and a config, and nothing in the usual place; the environment as before afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {**os.environ, "HF_HOME": str(tmp_path / "hf")})
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    (tmp_path / "train.py").touch()
+    (tmp_path / "some.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def dry(text: str) -> int:
+    return main(["accelerate", "--dry-run", "launch", *text.split(), "train.py", "--num_processes", "9"])
+
+
+@pytest.mark.parametrize(
+    ("text", "plan", "count"),
+    [
+        ("--num_processes 2", '{"preset": "ddp"}', 2),
+        ("--num-processes=3 --multi-gpu", '{"preset": "ddp"}', 3),
+        ("--use_fsdp --num_processes 2", '{"preset": "zero3"}', 2),
+        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP --num_processes 2", '{"preset": "zero3-kept"}', 2),
+        ("--use_fsdp --fsdp_reshard_after_forward false --num_processes 2", '{"preset": "zero3-kept"}', 2),
+        ("--use_fsdp --fsdp_offload_params true --num_processes 2", '{"preset": "zero3-offload"}', 2),
+        ("--use_fsdp --fsdp_min_num_params 9 --num_processes 2", '{"preset": "zero3", "units": {"min_numel": 9}}', 2),
+        ("--use_deepspeed --num_processes 2", '{"preset": "zero2"}', 2),
+        ("--use_deepspeed --zero_stage 3 --num_processes 2", '{"preset": "zero3"}', 2),
+        ("--config_file some.yaml", '{"preset": "zero3-kept", "units": {"class": "Block"}}', 4),
+        ("--config_file some.yaml --num_processes 2 --fsdp_sharding_strategy 1",
+         '{"preset": "zero3", "units": {"class": "Block"}}', 2),
+    ],
+)  # fmt: skip
+def test_honoured(text: str, plan: str, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry(text) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{count} times: ")
+    assert f"shardwise.integrations.run --plan '{plan}' train.py --num_processes 9" in said.out
+    assert said.err == ""
+
+
+def test_variables_that_accelerate_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "--config_file some.yaml --mixed_precision fp16 --cpu --dynamo_backend inductor --gpu_ids 0"
+    assert dry(f"{text} --gradient_accumulation_steps 4") == 0
+    asked = {name: value for name, value in os.environ.items() if name.startswith(("ACCELERATE_", "CUDA_VIS"))}
+    assert asked == {
+        "ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true", "ACCELERATE_DYNAMO_BACKEND": "inductor",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "CUDA_VISIBLE_DEVICES": "0",
+    }  # fmt: skip
+
+
+def test_a_deepspeed_config_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry("--use_deepspeed --deepspeed_config_file ds.json --num_processes 2") == 0
+    assert "-m shardwise.integrations.deepspeed train.py" in capsys.readouterr().out
+    assert os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == "ds.json"
+
+
+def test_options_of_ours_and_a_module(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num_processes", "2", "--num_cpu_threads_per_process", "3", "--module", "json.tool", "-x"]
+    assert main(["accelerate", "--dry-run", "launch", *words]) == 0
+    said = capsys.readouterr().out
+    assert "-m json.tool -x" in said
+    assert "OMP_NUM_THREADS=3" in said
+
+
+def test_the_file_in_its_usual_place_is_read_and_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "hf" / "accelerate").mkdir(parents=True)
+    (folder / "hf" / "accelerate" / "default_config.yaml").write_text(CONFIG)
+    assert dry("") == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("4 times: ")
+    assert "no --config_file: " in said.err
+    assert dry("--cpu --num_processes 2") == 0
+    assert capsys.readouterr().out.startswith("2 times: ")
+
+
+def test_what_means_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry("--num_processes 2 --role worker --fsdp_sharding_strategy 1 --dynamo_mode default --tee 3") == 0
+    said = capsys.readouterr().err
+    for name in ("--role", "fsdp_config.fsdp_sharding_strategy: distributed_type is MULTI_GPU", "--tee", "dynamo_mode"):
+        assert name in said
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("--num_machines 2", "num_machines is 2, and shardwise launch starts ranks of one host"),
+        ("--tpu", "--tpu is not supported"),
+        ("--use_megatron_lm", "a plan with tp and pp"),
+        ("--use_parallelism_config", "the mesh of a plan"),
+        ("--no_python", "--no_python is not supported"),
+        ("--deepspeed_hostfile hosts", "is about other hosts"),
+        ("--use_fsdp --use_deepspeed", "are asked for at once"),
+        ("--config_file nowhere.yaml", "cannot be read"),
+    ],
+)
+def test_refused(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry(text) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_other_commands_are_accelerates_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["accelerate", "config"]) == 2
+    assert "accelerate config is Accelerate's own" in capsys.readouterr().err
