@@ -55,3 +55,8 @@ def test_what_has_not_been_asked_for_yet_costs_nothing(then: str) -> None:
     """A rank's first lines, too, leave torch to the script."""
     packages = {name.partition(".")[0] for name in brought_in("", then)}
     assert packages - sys.stdlib_module_names == {"shardwise"}
+
+
+@pytest.mark.parametrize("verb", ["launch", "deepspeed", "horovodrun", "accelerate"])
+def test_a_launcher_tells_mistakes_before_torch_is_imported(verb: str) -> None:
+    assert "torch" not in brought_in("", f"import shardwise.cli.main, shardwise.cli.{verb}")
