@@ -100,9 +100,13 @@ class RunLog:
         self._world.journal.clock.lap()
 
     def go_on(self, world: World, sharded: ShardedModel) -> None:
-        """`sharded` takes the steps from here on, on the ranks that are left; their first goes on with the record."""
+        """`sharded` takes the steps from here on, on the ranks of another generation; their first goes on with the
+        record, whose next line says how many there are."""
         was_first, self._world = self._world.rank == 0, world
         self._flush_ranks(self._last_step)  # of the ranks that were there; others come with other numbers
+        if self._record is not None:
+            self._record.close()
+            self._record = None
         self._memory = []
         if self._records_step and self._sharded is not None:
             self._sharded.timeline.stop()

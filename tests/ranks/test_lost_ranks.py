@@ -15,6 +15,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.elastic.survival import Survival
+from shardwise.monitor.run_view import read_run
 from shardwise.sharded_model import ShardedModel
 from tests.ranks.threads_that_die import Killed, run_mortals
 from tests.thorough import drawn, one_in
@@ -238,3 +239,35 @@ def test_what_was_not_copied_yet_is_found_elsewhere(
     monkeypatch.setattr(Survival, "follow", but_not_all)
     monkeypatch.setattr(Survival, "before_change", at_the_last_moment)
     race(PLANS[name], DiesAt({2: 45}), tmp_path, shares_memory=shares_memory)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_the_record_says_how_many_go_on(lost: int, tmp_path: Path) -> None:
+    run, images = tmp_path / "run", tmp_path / "images"
+    images.mkdir()
+    models = [Net() for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> None:
+        own = models[member]
+        engine = sw.shard(own, {"preset": "zero2", "run": str(run)}, optimizer=adamw(own), world=world)
+        while engine.num_steps < NUM_STEPS:
+            step = engine.num_steps
+            x, y = (whole.tensor_split(engine.data_ranks[1])[engine.data_ranks[0]] for whole in batches()[step])
+            engine.weigh(len(x), ROWS)
+            loss = loss_of(own(x), y)
+            if member == lost and step == 3:
+                raise Killed
+            engine.backward(loss)
+            engine.step()
+            if engine.num_steps > step:
+                engine.log({"loss": loss.item()}, tokens=ROWS)
+        engine.close()
+
+    assert sorted(run_mortals(NUM_RANKS, work, images)) == [rank for rank in range(NUM_RANKS) if rank != lost]
+    view = read_run(run)
+    assert view.header["mesh"] == {"dp": NUM_RANKS}
+    assert view.mesh == {"dp": NUM_RANKS - 1}
+    assert view.last_start["world_size"] == NUM_RANKS - 1
+    assert [line["step"] for line in view.steps] == list(range(1, NUM_STEPS + 1))
+    assert len(view.ranks()) == len(view.verdicts()) == NUM_RANKS - 1
+    assert view.status == "ended"
