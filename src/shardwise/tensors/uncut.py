@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -80,8 +79,8 @@ def hang_uncut_states(model: nn.Module, home_of: Callable[[object], CutHome | No
     for module in model.modules():
         homes = {name: home for name, param in module._parameters.items() if (home := home_of(param))}
         if homes:
-            hooks.append(module.register_state_dict_post_hook(partial(_give, homes)))  # type: ignore[no-untyped-call]
-            hooks.append(module.register_load_state_dict_pre_hook(partial(_take, homes)))  # type: ignore[no-untyped-call]
+            hooks.append(module.register_state_dict_post_hook(_Give(homes)))  # type: ignore[no-untyped-call]
+            hooks.append(module.register_load_state_dict_pre_hook(_Take(homes)))  # type: ignore[no-untyped-call]
 
     def remove() -> None:
         for hook in hooks:
@@ -90,26 +89,40 @@ def hang_uncut_states(model: nn.Module, home_of: Callable[[object], CutHome | No
     return remove
 
 
-def _give(homes: Mapping[str, CutHome], module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Put unsplit tensors into what `module` says of its state. With `keep_vars` it stays the parameters."""
-    for name, home in homes.items():
-        given = state.get(prefix + name)
-        if given is not None and given is not module._parameters[name]:
-            state[prefix + name] = home.uncut()
+class _OfModule:
+    """A hook of a module some of whose parameters are cut. Copies of the model have whole parameters of their own."""
+
+    def __init__(self, homes: Mapping[str, CutHome]) -> None:
+        self._homes = homes
+
+    def __deepcopy__(self, memo: object) -> _OfModule:
+        return type(self)({})
 
 
-def _take(homes: Mapping[str, CutHome], _: nn.Module, state: dict[str, Any], prefix: str, *more: Any) -> None:
-    """Leave this rank's parts of what a module is to load."""
-    errors: list[str] = more[-1]  # torch raises them all at its end
-    for name, home in homes.items():
-        value = state.get(prefix + name)
-        if not isinstance(value, Tensor):
-            continue
-        if tuple(value.shape) == home.slot.whole_shape:
-            state[prefix + name] = part_of(value.clone() if isinstance(value, Whole) else value, home.slot.box)
-            continue
-        errors.append(
-            f"size mismatch for {prefix}{name}: the state has {list(value.shape)}, and the unsplit model, whose states "
-            f"are loaded on every rank, {list(home.slot.whole_shape)}."
-        )
-        del state[prefix + name]
+class _Give(_OfModule):
+    """Puts unsplit tensors into what a module says of its state. With `keep_vars` it stays the parameters."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        for name, home in self._homes.items():
+            given = state.get(prefix + name)
+            if given is not None and given is not module._parameters[name]:
+                state[prefix + name] = home.uncut()
+
+
+class _Take(_OfModule):
+    """Leaves this rank's parts of what a module is to load."""
+
+    def __call__(self, _: nn.Module, state: dict[str, Any], prefix: str, *more: Any) -> None:
+        errors: list[str] = more[-1]  # torch raises them all at its end
+        for name, home in self._homes.items():
+            value = state.get(prefix + name)
+            if not isinstance(value, Tensor):
+                continue
+            if tuple(value.shape) == home.slot.whole_shape:
+                state[prefix + name] = part_of(value.clone() if isinstance(value, Whole) else value, home.slot.box)
+                continue
+            errors.append(
+                f"size mismatch for {prefix}{name}: the state has {list(value.shape)}, and the unsplit model, whose "
+                f"states are loaded on every rank, {list(home.slot.whole_shape)}."
+            )
+            del state[prefix + name]
