@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, BertModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, BertConfig, BertModel, PreTrainedTokenizerBase
 
 QUESTION_TOKENS, CODE_TOKENS = 24, 72
 
@@ -22,13 +22,13 @@ def minilm_folder() -> Path:
     return Path(found.origin).parent / "model"
 
 
-class Search(BertModel):
+class Search(BertModel):  # type: ignore[no-untyped-call]  # transformers' own
     """Texts as unit vectors, and how near they are to each other."""
 
-    def forward(self, pairs: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, pairs: Tensor) -> Tensor:
         """Of `[rows, QUESTION_TOKENS + CODE_TOKENS]`, a question and its code in each row: the cosine of each
         question with each code, `[rows, rows]`."""
-        questions, codes = pairs.split([QUESTION_TOKENS, CODE_TOKENS], dim=1)
+        questions, codes = pairs[:, :QUESTION_TOKENS], pairs[:, QUESTION_TOKENS:]
         return self.embedded(questions) @ self.embedded(codes).T
 
     def embedded(self, tokens: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ class Search(BertModel):
 
 def minilm() -> Search:
     """Without dropout: there is little to unlearn in so few steps."""
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model: Search = Search.from_pretrained(minilm_folder(), add_pooling_layer=False, **none)
+    config = BertConfig.from_pretrained(minilm_folder(), hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model: Search = Search.from_pretrained(minilm_folder(), config=config, add_pooling_layer=False)
     return model
 
 
