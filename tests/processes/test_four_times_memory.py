@@ -49,5 +49,6 @@ def test_a_model_four_times_as_large_as_a_ranks_memory_trains(tmp_path: Path) ->
     assert told(run("zero3-offload", tmp_path))[1:] == losses
     limited = run("zero3-offload", tmp_path, allowed)
     assert limited.returncode != 0
-    assert "can't allocate memory" in limited.stderr + limited.stdout
+    said = limited.stderr + limited.stdout
+    assert "can't allocate memory" in said or "bad_alloc" in said  # whoever of torch and C++ asks for it first
     assert not list((tmp_path / "scratch").iterdir())
