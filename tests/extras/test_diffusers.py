@@ -31,6 +31,10 @@ def plain(*words: str) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
+NEAR = {**dict.fromkeys(KINDS, 1e-5), "flux": 2**-9}
+"""Flux computes in bf16: where adapters differ in the last digit of fp32, its activations may be rounded another way."""
+
+
 @pytest.mark.parametrize("plan", ["zero3"])
 def test_unmodified_scripts(plan: str, tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
@@ -46,14 +50,15 @@ def test_unmodified_scripts(plan: str, tmp_path: Path) -> None:
         for run in ("trained", "resumed"):
             found, expected = (json.loads((one / kind / f"{run}.json").read_text()) for one in (ours, theirs))
             assert expected["step"] == found["step"] == 10
-            assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5), (kind, run)
-            assert found["norms"] == pytest.approx(expected["norms"], abs=1e-5, rel=1e-5), (kind, run)
+            near = NEAR[kind]
+            assert found["losses"] == pytest.approx(expected["losses"], abs=near), (kind, run)
+            assert found["norms"] == pytest.approx(expected["norms"], abs=near, rel=near), (kind, run)
             assert found["rate"] == expected["rate"]
             weights = [load_file(one / kind / run / WEIGHTS[kind]) for one in (ours, theirs)]
             assert weights[0].keys() == weights[1].keys()
             for name, value in weights[1].items():
                 if name.endswith("to_k.bias"):
                     continue  # attention does not depend on it: what Adam makes of its gradient is rounding
-                assert (weights[0][name] - value).abs().max() < 2e-5, (kind, run, name)
+                assert (weights[0][name] - value).abs().max() < 2 * near, (kind, run, name)
         assert (ours / kind / "checkpoint-5" / "shardwise").is_dir()
         assert not (ours / kind / "checkpoint-5" / "model.safetensors").exists()

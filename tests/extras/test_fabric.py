@@ -97,6 +97,7 @@ def test_names() -> None:
 
 SCRIPT = """
     import json, sys
+    import torchvision_operators  # Lightning imports torchvision where there is one
     from {package} import Fabric
     import torch
     fabric = Fabric(accelerator="cpu", devices=8, strategy="{strategy}")
@@ -124,7 +125,8 @@ def test_an_unmodified_script(package: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("\n".join(line[4:] for line in SCRIPT.format(package=package, strategy="ddp").splitlines()))
     command = ["-m", "shardwise", "launch", "--nproc", "2", "--shardwise", "zero2", str(script), str(tmp_path / "told")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    here = str(Path(__file__).parent)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": here}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     losses, strategy, size = json.loads((tmp_path / "told").read_text())

@@ -1,6 +1,7 @@
 """First values: models built without memory, models on the meta device, weights in files."""
 
 from shardwise.init.check import check_model, check_same_everywhere, check_same_settings
+from shardwise.init.deferred import is_deferred
 from shardwise.init.first_values import FirstValues, Wishes
 from shardwise.init.meta import Init
 from shardwise.init.recorder import deferred_init
@@ -13,4 +14,5 @@ __all__ = [
     "check_same_everywhere",
     "check_same_settings",
     "deferred_init",
+    "is_deferred",
 ]

@@ -52,6 +52,11 @@ def undefer(param: Tensor) -> None:
     param.__class__ = nn.Parameter
 
 
+def is_deferred(param: Tensor) -> bool:
+    """Whether the values of `param` are still to be made."""
+    return isinstance(param, Deferred)
+
+
 def _is_harmless(func: Callable[..., Any]) -> bool:
     name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):

@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError
+from shardwise.init import is_deferred
 from shardwise.integrations.lightning_parts import fabric_states
 from shardwise.integrations.lightning_parts.precision import refuse_scaler
 from shardwise.integrations.lightning_parts.settings import PRECISIONS, places, refuse_settings
@@ -108,7 +109,7 @@ class FabricStrategyMixin(_Base):
         params = list(module.parameters())
         if any(param.requires_grad for param in params):
             self._pending.append(module)
-        if not any(param.is_meta for param in params):
+        if not any(param.is_meta or is_deferred(param) for param in params):
             module.to(self.root_device)
         return module
 
