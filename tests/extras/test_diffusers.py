@@ -32,7 +32,7 @@ def plain(*words: str) -> None:
 
 
 NEAR = {**dict.fromkeys(KINDS, 1e-5), "flux": 2**-9}
-"""Flux computes in bf16: where adapters differ in the last digit of fp32, its activations may be rounded another way."""
+"""Flux computes in bf16: where adapters differ in the last digit of fp32, activations may be rounded another way."""
 
 
 @pytest.mark.parametrize("plan", ["zero3"])
