@@ -43,7 +43,7 @@ exhaustive: .venv/.test ## before a release: the cases that both leave out
 
 test-cluster: .venv/.test ## launching on several hosts: real sshd and Slurm, in namespaces (needs root and apt)
 	@if [ "$$(id -u)" != 0 ]; then echo "make test-cluster needs root: its tests are skipped, by name."; \
-	elif ! (set -e; for tool in $(CLUSTER_TOOLS); do command -v "$$tool"; done) > /dev/null; then \
+	elif ! (for tool in $(CLUSTER_TOOLS); do command -v "$$tool" || exit 1; done) > /dev/null; then \
 	  { apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -y -qq --no-install-recommends $(CLUSTER_PACKAGES); } > /dev/null 2>&1 || \
 	  echo "Not all of $(CLUSTER_PACKAGES) could be installed: what needs them is skipped, by name."; fi
