@@ -271,8 +271,9 @@ BLOCKS: dict[tuple[str, int], Setting] = {
 }
 
 
-ELSEWHERE = {"accelerate.md", "horovod-frameworks.md", "lightning.md", "ray.md", "transformers.md"}
-"""Pages whose blocks need libraries of others: test_integration_docs.py, horovod_ranks.py of tests/extras run them."""
+ELSEWHERE = {"accelerate.md", "horovod-frameworks.md", "lightning.md", "ray.md", "transformers.md", "tutorial.md"}
+"""Pages whose blocks need libraries of others: test_integration_docs.py, test_tutorial.py, horovod_ranks.py of tests/extras
+run them."""
 
 
 def blocks() -> dict[tuple[str, int], str]:
