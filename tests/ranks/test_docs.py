@@ -272,8 +272,8 @@ BLOCKS: dict[tuple[str, int], Setting] = {
 
 
 ELSEWHERE = {"accelerate.md", "horovod-frameworks.md", "lightning.md", "ray.md", "transformers.md", "tutorial.md"}
-"""Pages whose blocks need libraries of others: test_integration_docs.py, test_tutorial.py, horovod_ranks.py of tests/extras
-run them."""
+"""Pages whose blocks need libraries of others, as tests/extras has them: test_integration_docs.py, test_tutorial.py and
+horovod_ranks.py run them."""
 
 
 def blocks() -> dict[tuple[str, int], str]:
