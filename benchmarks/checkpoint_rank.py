@@ -3,9 +3,9 @@
 What is compared: a GPT-shaped model in fp32 with Adam's two moments, spread over the ranks by ZeRO-3; DeepSpeed's
 ZeRO-2 too. Every writer's bytes are on the disk when its clock stops, but for DeepSpeed's, which does not flush: its
 flush is a figure of its own. Before anything is loaded, its files are put out of the page cache, because a job that
-starts again finds them on the disk. What the loading itself costs is told by loads over a state that is there, ours and
-DCP's one after the other, with the files of both in the page cache; by CPU time too, in which the disk and the work of
-others on the machine do not show.
+starts again finds them on the disk. What the loading itself costs is told by loads over a state that is there, with the
+files in the page cache; by CPU time too, in which the disk and the work of others on the machine do not show. Of loads
+over a state ours and DCP's come first by turns: memory that somebody has just given back is cheaper than any other.
 """
 
 from __future__ import annotations
@@ -98,10 +98,13 @@ def measure(clock: Clock, folder: Path, mib: int, turns: int) -> dict[str, int]:
         peers = {f"deepspeed-{stage}": deepspeed(mib, stage) for stage in DEEPSPEED_STAGES if has_deepspeed()}
         for turn in range(turns):
             path = folder / f"turn-{turn}"
-            num_bytes["shardwise"] = ours(clock, engine, optimizer, path)
+            num_bytes["shardwise"] = ours(clock, engine, path)
             if world.size > 1:
                 num_bytes["dcp"] = torchs(clock, engine, path / "dcp", group)
-                in_turns(clock, engine, path, ours_first=turn % 2 == 0)
+            loads_in_turns(clock, engine, path, ours_first=turn % 2 == 0)
+            forget(world, path / "sync")
+            optimizer.state.clear()  # as when a job starts
+            clock.time("load", lambda path=path: engine.resume(path / "sync"))
             for name, peer in peers.items():
                 num_bytes[name] = theirs(clock, name, peer, path / name)
             world.barrier()
@@ -117,7 +120,7 @@ def step_of(forward: Any, engine: Any) -> float:
     return time.perf_counter() - started
 
 
-def ours(clock: Clock, engine: sw.Engine, optimizer: torch.optim.Optimizer, path: Path) -> int:
+def ours(clock: Clock, engine: sw.Engine, path: Path) -> int:
     clock.time("sync", lambda: engine.save(path / "sync"))
     num_bytes = size_of(path / "sync")
     clock.time("dd", lambda: dd(path / "dd", num_bytes) if engine.world.rank == 0 else None)
@@ -127,11 +130,6 @@ def ours(clock: Clock, engine: sw.Engine, optimizer: torch.optim.Optimizer, path
     clock.time("rest of the background save", engine.wait_for_save)
     clock.note("first step beside it", steps[0])
     clock.note("step", statistics.median(step_of(engine, engine) for _ in range(STEPS_BESIDE)))
-    forget(clock.world, path / "sync")
-    clock.time("load over a state", lambda: engine.resume(path / "sync"))
-    forget(clock.world, path / "sync")
-    optimizer.state.clear()  # as when a job starts
-    clock.time("load", lambda: engine.resume(path / "sync"))
     return num_bytes
 
 
@@ -157,20 +155,24 @@ def torchs(clock: Clock, engine: sw.Engine, path: Path, group: Any) -> int:
         lambda: under_way.append(dcp.async_save(state, storage_writer=writer("async"), process_group=group)),
     )
     clock.time("rest of dcp's background save", under_way[0].result)
-    forget(clock.world, path / "sync")
-    clock.time("dcp load", lambda: dcp.load(state, checkpoint_id=path / "sync"))
     return size_of(path / "sync")
 
 
-def in_turns(clock: Clock, engine: sw.Engine, path: Path, *, ours_first: bool) -> None:
-    """Loads over a state that is there, from files that have just been read."""
+def loads_in_turns(clock: Clock, engine: sw.Engine, path: Path, *, ours_first: bool) -> None:
+    """Loads over a state that is there, from the disk, then from files that have just been read."""
     dcp, state = torchs_dcp(), dcp_state(engine)
-    loads = {
-        "load over a state, warm": lambda: engine.resume(path / "sync"),
-        "dcp load, warm": lambda: dcp.load(state, checkpoint_id=path / "dcp" / "sync"),
+    loads: dict[str, tuple[Path, Callable[[], object]]] = {
+        "load over a state": (path / "sync", lambda: engine.resume(path / "sync")),
     }
+    if engine.world.size > 1:
+        theirs = path / "dcp" / "sync"
+        loads["dcp load"] = theirs, lambda: dcp.load(state, checkpoint_id=theirs)
     for name in loads if ours_first else reversed(loads):
-        clock.time(name, loads[name])
+        folder, load = loads[name]
+        forget(engine.world, folder)
+        clock.time(name, load)
+    for name in loads if ours_first else reversed(loads):
+        clock.time(f"{name}, warm", loads[name][1])
 
 
 def torchs_dcp() -> Any:

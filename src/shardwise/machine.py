@@ -92,11 +92,6 @@ def host_memory() -> Memory:
     return Memory(memory.total, memory.available)
 
 
-def spare_bytes(num_sharers: int) -> int:
-    """Memory that one of `num_sharers` processes of this host may take for a while: half of what is free, divided."""
-    return Cgroups().memory(host_memory()).available_bytes // (2 * num_sharers)
-
-
 def _reclaimable(stat: Path) -> int:
     """Bytes of cached files that the kernel drops before anything is killed."""
     figures = dict(line.split(" ", 1) for line in _read(stat).splitlines() if " " in line)

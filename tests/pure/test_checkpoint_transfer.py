@@ -5,11 +5,12 @@ And what is looked at before: the index's own sums, and how deep JSON nests.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import tempfile
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.checkpoint import transfer
 from shardwise.checkpoint.index import INDEX, Chunk, Index, read_body
-from shardwise.checkpoint.page_cache import PROBED_BYTES, has_all
 from shardwise.checkpoint.transfer import PORTION_BYTES, Carrier, OpenFile, Portion, Read, portions
 from shardwise.checksum import crc32
 from shardwise.errors import CheckpointError
@@ -45,13 +46,15 @@ class Stored:
             self.chunks.append(Chunk("param", *place, BLOCK, sums))
             content += own
         path.write_bytes(content)
-        self.file = OpenFile(path, os.open(path, os.O_RDONLY))
+        self.file = OpenFile.of(path, os.open(path, os.O_RDONLY))
 
-    def carry(self, wanted: list[tuple[int, Span, torch.Tensor | None]], num_threads: int) -> int:
+    def carry(
+        self, wanted: list[tuple[int, Span, torch.Tensor | None]], num_threads: int, *, are_checked: bool = False
+    ) -> int:
         due: list[Portion] = []
         for number, span, out in wanted:
             due += portions(Read(self.chunks[number], span, 2), self.file, out)
-        return Carrier(num_threads).carry(due)
+        return Carrier(num_threads).carry(due, are_checked=are_checked)
 
 
 @settings(max_examples=25, deadline=None)
@@ -99,6 +102,56 @@ def test_any_part_goes_where_it_belongs(
         os.close(stored.file.handle)
 
 
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_known_bytes_are_not_summed_again_unless_somebody_has_written(
+    is_settled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sums that are wrong from the second reading on show."""
+    monkeypatch.setattr(transfer, "SETTLED_SECONDS", -1 if is_settled else 3600)
+    stored = Stored(tmp_path / "rank.safetensors", [BLOCK, 100])
+    outs = [torch.zeros(BLOCK + 2), torch.zeros(102, dtype=torch.float64)]
+    wanted: list[tuple[int, Span, torch.Tensor | None]] = [
+        (number, Span(0, len(value)), out) for number, (value, out) in enumerate(zip(stored.values, outs, strict=True))
+    ]
+    stored.carry(wanted, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(transfer, "crc32", lambda view, found: -1)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            stored.carry(wanted, 1)
+        for out in outs:
+            out.zero_()
+        if is_settled and _page_cache_tells(stored.file):
+            stored.carry(wanted, 1, are_checked=True)
+            for value, out in zip(stored.values, outs, strict=True):
+                assert torch.equal(out[2:].float(), value)
+            patched.setattr(os, "preadv", _only_at_once(os.preadv))  # as if the page cache had lost it
+        with pytest.raises(CheckpointError, match="is damaged"):
+            stored.carry(wanted, 1, are_checked=True)
+    time.sleep(0.05)  # more than the steps in which kernels count a file's times
+    with stored.file.path.open("r+b") as file:
+        file.seek(stored.chunks[0].offset)
+        file.write(b"otherwise")
+    with pytest.raises(CheckpointError, match="is damaged in param 0"):
+        stored.carry(wanted, 1, are_checked=True)
+    os.close(stored.file.handle)
+
+
+def _page_cache_tells(file: OpenFile) -> bool:
+    try:
+        return os.preadv(file.handle, [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):
+        return False
+
+
+def _only_at_once(preadv: Callable[..., int]) -> Callable[..., int]:
+    def lost(handle: int, views: list[memoryview], place: int, flags: int = 0) -> int:
+        if flags:
+            raise BlockingIOError
+        return preadv(handle, views, place)
+
+    return lost
+
+
 def test_tensors_in_pages_are_apart_and_aligned() -> None:
     """Each has a storage of its own, so that whoever pickles one does not pickle all."""
     wanted = [(3, torch.float32), (0, torch.int64), (2**20, torch.bfloat16), (7, torch.uint8), (2**18, torch.float64)]
@@ -109,31 +162,6 @@ def test_tensors_in_pages_are_apart_and_aligned() -> None:
         assert (tensor.numel(), tensor.dtype, tensor.untyped_storage().nbytes()) == (numel, dtype, tensor.nbytes)
         assert tensor.data_ptr() % 64 == 0
         assert bool((tensor == number).all())
-
-
-def test_what_the_page_cache_has_is_told_by_samples_up_to_the_last_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if by a kernel that has all but the last page; none is asked in other ways, and nothing is read."""
-    path, there = tmp_path / "file", 3 * PROBED_BYTES + 100
-    asked: list[int] = []
-
-    def preadv(handle: int, views: list[bytearray], place: int, flags: int) -> int:
-        assert (len(views[0]), flags) == (1, os.RWF_NOWAIT)
-        asked.append(place)
-        if place >= there:
-            raise BlockingIOError
-        return 1
-
-    path.write_bytes(b"")
-    with path.open("rb") as file, monkeypatch.context() as patched:
-        patched.setattr(os, "preadv", preadv)
-        patched.setattr(os, "RWF_NOWAIT", 8, raising=False)
-        assert has_all(file.fileno(), 7, there)
-        assert (asked[0], asked[-1]) == (7, there - 1)
-        assert max(later - one for one, later in itertools.pairwise(asked)) <= PROBED_BYTES
-        assert not has_all(file.fileno(), 7, there + 1)
-        assert not has_all(file.fileno(), there, there)
 
 
 def test_the_sum_is_zlibs() -> None:

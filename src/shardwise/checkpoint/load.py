@@ -21,7 +21,7 @@ from shardwise.checkpoint.same import check_same_groups, check_same_model, check
 from shardwise.checkpoint.schema import read_index
 from shardwise.comm import World
 from shardwise.errors import CheckpointError, CommError
-from shardwise.machine import num_cores, spare_bytes
+from shardwise.machine import num_cores
 from shardwise.optim import AdoptedOptimizer
 
 MAX_THREADS = 8
@@ -44,8 +44,7 @@ class Loaded:
     step: int
     state: dict[str, Any]
     num_bytes_read: int = 0
-    """By this rank: what it needs, and once more what replaced values and was in the page cache, or had no room beside
-    them."""
+    """By this rank: what it needs, and what replaced values once more."""
 
 
 def find(folder: Path, world: World) -> Path | None:
@@ -89,7 +88,7 @@ def load(
             check_same_optimizer(path, reader, content, optimizer)
             recipe = work_out(reader, content, optimizer)
             _check_files(reader, world)
-            read_and_check(recipe, reader, optimizer, spare_bytes(world.local_size or world.size))
+            read_and_check(recipe, reader, optimizer)
             _recall(recipe, reader, world)
             before |= {name: copy.deepcopy(thing.state_dict()) for name, thing in objects.items()}
             _give_back(path, objects, recipe.memories)

@@ -1,14 +1,15 @@
 """Reading elements of a checkpoint: only the bytes that are needed, each checked against its sum.
 
-A damaged checkpoint changes nothing: all that will be replaced is checked before anything is. What comes from the disk
-is kept in memory of its own until every rank is content, as far as the host has memory to spare. What is in the page
-cache is only checked, and so is what finds no room: both are read a second time to fill what is there, and checked
-again, because a file may have changed. `transfer.py` moves the bytes.
+A damaged checkpoint changes nothing: all that will be replaced is checked before anything is. What will replace values
+is read a second time when every rank is content, out of the page cache where the host has memory for it, to where it
+belongs; and it is checked again where the file may have changed. `transfer.py` moves the bytes.
 
-[Note: read twice] Bytes in the page cache are read twice because fresh memory costs more: to check 128 MiB through
-memory that stays in the processor's cache takes 59 ms (17 of them to read it), and to read and check it where it
-belongs 79; to read it into fresh memory beside that takes 57 ms in large pages, on a virtual machine whose host has to
-find these first up to 170, and then 45 for the sums, 26 for the copy to its place, and the second shard.
+[Note: read twice] Keeping what was read beside the old values saves the second read, and costs fresh memory, which may
+be dearer. To check 128 MiB through memory that stays in the processor's cache takes 59 ms, 17 of them to read it out of
+the page cache, and to read it to where it belongs 37 more. To read it into fresh memory takes 57 ms in large pages, up
+to 170 on a virtual machine whose host has to find these first, and then 45 for the sums, 26 for the copy to its place,
+and a second shard of memory. The page cache takes what memory is free, and gives it back to whoever needs it. Where it
+does not hold what a host's ranks read, the disk is read twice.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import torch
 from shardwise.checkpoint.codec import dtype_of
 from shardwise.checkpoint.image import SAFETENSORS_DTYPES
 from shardwise.checkpoint.index import INDEX, Chunk, File, Index, box_of
-from shardwise.checkpoint.page_cache import has_all
 from shardwise.checkpoint.transfer import Carrier, OpenFile, Portion, Read, portions
 from shardwise.errors import CheckpointError
 from shardwise.placement import Box, Span, common_runs
@@ -121,15 +121,6 @@ class Reader:
     def file_of(self, read: Read) -> File:
         return self._files[read.chunk.file]
 
-    def is_cached(self, reads: Iterable[Read]) -> bool:
-        """Whether all of it comes out of the page cache, as far as samples tell."""
-        for read in reads:
-            start, itemsize = read.chunk.offset, dtype_of(read.chunk.dtype).itemsize
-            handle = self._open(read).handle
-            if not has_all(handle, start + read.span.start * itemsize, start + read.span.stop * itemsize):
-                return False
-        return True
-
     def check(self, read: Read) -> None:
         """Read what `read` needs and compare its sums; keep nothing."""
         self.carry([(read, None)])
@@ -138,22 +129,23 @@ class Reader:
         """Put what `read` names into `out`, flat, which may be of another dtype and on another device."""
         self.carry([(read, out)])
 
-    def carry(self, wanted: Iterable[tuple[Read, torch.Tensor | None]]) -> None:
+    def carry(self, wanted: Iterable[tuple[Read, torch.Tensor | None]], *, are_checked: bool = False) -> None:
         """Fill each tensor with what its `Read` names, as `fill` does, or check that, if there is none.
 
-        In the order in which it lies in the files, whatever the order here.
+        In the order in which it lies in the files, whatever the order here. `are_checked`: all of it was read before,
+        by this reader ([Note: known bytes] in `transfer.py`).
         """
         due: list[Portion] = []
         for read, out in wanted:
             if read.runs and out is not None:
-                self._fill_runs(read, out)
+                self._fill_runs(read, out, are_checked=are_checked)
             elif read.span.numel:
                 due += portions(read, self._open(read), out)
-        self.num_bytes_read += self._carrier.carry(due)
+        self.num_bytes_read += self._carrier.carry(due, are_checked=are_checked)
 
-    def _fill_runs(self, read: Read, out: torch.Tensor) -> None:
+    def _fill_runs(self, read: Read, out: torch.Tensor, *, are_checked: bool) -> None:
         together = torch.empty(read.span.numel, dtype=dtype_of(read.chunk.dtype))
-        self.fill(Read(read.chunk, read.span, 0), together)
+        self.carry([(Read(read.chunk, read.span, 0), together)], are_checked=are_checked)
         for source, target, numel in read.runs:
             out[target : target + numel].copy_(together[source : source + numel])
 
@@ -193,7 +185,7 @@ class Reader:
             if isinstance(error, OSError):
                 raise CheckpointError(f"{path}, needed for {needed_for}, cannot be read: {error}") from error
             raise
-        self._opened[name] = OpenFile(path, handle)
+        self._opened[name] = OpenFile.of(path, handle)
         return self._opened[name]
 
     def _check_head(self, path: Path, handle: int, file: File) -> None:

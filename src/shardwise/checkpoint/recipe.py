@@ -22,17 +22,18 @@ from shardwise.storage import DiskRows, Flat, agrees, copy_into, may_overlap
 from shardwise.tiers import tensors_in_pages
 
 Tensor = torch.Tensor
+Wanted = list[tuple[Read, Tensor | None]]
+"""What will be read together, each to where it belongs."""
 STREAMED_NUMEL = 2**20
 """Elements that are in memory at once on their way from a checkpoint to a disk."""
 
 
 @dataclass
 class Filling:
-    """A tensor that is there, where its elements lie in the checkpoint, and these if they have been read already."""
+    """A tensor that is there, and where its elements lie in the checkpoint."""
 
     entry: Entry
     reads: list[Read]
-    ready: Tensor | None = None
 
 
 @dataclass
@@ -58,19 +59,6 @@ class Recipe:
     states: list[PieceStates] = field(default_factory=list)
     memories: dict[str, Any] = field(default_factory=dict)
     generators: dict[str, Any] | None = None
-
-
-@dataclass
-class _Spare:
-    """Memory of the host that may be taken until the values are where they belong."""
-
-    num_bytes: int
-
-    def takes(self, num_bytes: int) -> bool:
-        if num_bytes > self.num_bytes:
-            return False
-        self.num_bytes -= num_bytes
-        return True
 
 
 # -- before anything is changed ---------------------------------------------------------------------------
@@ -119,27 +107,24 @@ def _state_dtype(reader: Reader, piece: Piece, key: str, *, is_narrow: bool) -> 
     return dtype_of(state.dtype)
 
 
-def read_and_check(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None, spare_bytes: int) -> None:
+def read_and_check(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> None:
     """Every byte that this rank needs.
 
-    What comes from the disk is kept beside the values that it will replace, as far as `spare_bytes` of the host's
-    memory go. Beyond that, and if it is in the page cache, it is only checked, and read again when all ranks have
-    agreed ([Note: read twice] in `read.py`). States that the optimizer does not have yet take no memory that they would
-    not take anyway.
+    What will replace values is only checked, and read again when all ranks have agreed ([Note: read twice] in
+    `read.py`). States that the optimizer does not have yet are kept: they take no memory that they would not take
+    anyway.
     """
-    spare = _Spare(spare_bytes)
     for filling in recipe.tensors:
         if may_overlap(filling.entry.tensor):
             _check_overlap(reader, filling)
-    _make_room(recipe.tensors, reader, spare)
     if optimizer is not None:
         of_flats: dict[Flat, list[PieceStates]] = defaultdict(list)
         for states in recipe.states:
             of_flats[states.piece.flat].append(states)
         for flat, own in of_flats.items():
             if not flat.spec.updates_from_disk:  # else from one file to another, when all have agreed
-                _make_room_for_states(own, optimizer, reader, spare)
-    wanted = [(read, filling.ready) for filling in recipe.tensors for read in filling.reads]
+                _make_room_for_new_states(own, optimizer)
+    wanted: Wanted = [(read, None) for filling in recipe.tensors for read in filling.reads]
     for states in recipe.states:
         wanted += [(read, states.ready.get(key)) for key, reads in states.reads.items() for read in reads]
         for key, whole in states.wholes.items():
@@ -163,48 +148,23 @@ def _check_overlap(reader: Reader, filling: Filling) -> None:
         )
 
 
-def _make_room(fillings: list[Filling], reader: Reader, spare: _Spare) -> None:
-    kept = [
-        one
-        for one in fillings
-        if one.entry.rows is None
-        and not (one.entry.tensor.device.type == "cpu" and reader.is_cached(one.reads))
-        and spare.takes(_num_bytes(one.entry))
-    ]
-    room = tensors_in_pages([(one.entry.span.numel, one.entry.tensor.dtype) for one in kept])
-    for filling, memory in zip(kept, room, strict=True):
-        filling.ready = memory
-
-
-def _num_bytes(entry: Entry) -> int:
-    return entry.span.numel * entry.tensor.dtype.itemsize
-
-
-def _make_room_for_states(every: list[PieceStates], optimizer: AdoptedOptimizer, reader: Reader, spare: _Spare) -> None:
+def _make_room_for_new_states(every: list[PieceStates], optimizer: AdoptedOptimizer) -> None:
     """Of one flat buffer: what comes together goes together."""
-    kept: list[tuple[PieceStates, str]] = []
+    new: list[tuple[PieceStates, str]] = []
     for states in every:
-        piece = states.piece
-        is_on_host = piece.tensor.device.type == "cpu"
-        has_some = not optimizer.takes_states_as_they_are or bool(optimizer.state_of(piece))
+        if not optimizer.takes_states_as_they_are or optimizer.state_of(states.piece):
+            continue
+        if states.piece.tensor.device.type == "cpu":
+            new += [(states, key) for key in states.dtypes]
+            continue
         for key, dtype in states.dtypes.items():
-            if has_some and is_on_host and reader.is_cached(states.reads[key]):
-                continue
-            if has_some and not spare.takes(piece.tensor.numel() * dtype.itemsize):
-                continue
-            if has_some or is_on_host:
-                kept.append((states, key))
-            else:
-                states.ready[key] = torch.empty_like(piece.tensor.detach(), dtype=dtype)
-    room = tensors_in_pages([(states.piece.tensor.numel(), states.dtypes[key]) for states, key in kept])
-    for (states, key), memory in zip(kept, room, strict=True):
+            states.ready[key] = torch.empty_like(states.piece.tensor.detach(), dtype=dtype)
+    room = tensors_in_pages([(states.piece.tensor.numel(), states.dtypes[key]) for states, key in new])
+    for (states, key), memory in zip(new, room, strict=True):
         states.ready[key] = memory
 
 
 # -- the change -------------------------------------------------------------------------------------------
-
-Wanted = list[tuple[Read, Tensor | None]]
-"""What will be read together, each to where it belongs."""
 
 
 def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> None:
@@ -219,9 +179,9 @@ def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> 
                 wanted += due
                 states.append((piece, state))
             else:  # it makes something else of them: no more than one piece's are there as they are read
-                reader.carry(due)
+                reader.carry(due, are_checked=True)
                 optimizer.put_state(piece, state)
-    reader.carry(wanted)
+    reader.carry(wanted, are_checked=True)
     if optimizer is not None and reader.index.groups:
         for piece, state in states:
             optimizer.put_state(piece, state)
@@ -230,16 +190,14 @@ def fill(recipe: Recipe, reader: Reader, optimizer: AdoptedOptimizer | None) -> 
 
 def _fill_tensor(filling: Filling, reader: Reader) -> Wanted:
     """Returns what is still to be read."""
-    entry, out, values = filling.entry, filling.entry.tensor.detach(), filling.ready
-    filling.ready = None
+    entry, out = filling.entry, filling.entry.tensor.detach()
     if entry.rows is not None:
         _stream(reader, entry.rows, out, filling.reads, entry.span, entry.box)
         return []
-    if values is None and out.is_contiguous():
+    if out.is_contiguous():
         return [(read, out.view(-1)) for read in filling.reads]
-    if values is None:
-        values = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-        reader.carry((read, values) for read in filling.reads)
+    values = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+    reader.carry(((read, values) for read in filling.reads), are_checked=True)
     copy_into(out, values)
     return []
 
@@ -293,7 +251,8 @@ def _stream(reader: Reader, rows: DiskRows, out: Tensor, reads: list[Read], span
     for start in range(0, span.numel, STREAMED_NUMEL):
         part = Span(span.start + start, min(span.start + start + STREAMED_NUMEL, span.stop))
         values = memory[: part.numel]
-        reader.carry((read, values) for read in reader.reads(reads[0].chunk.kind, reads[0].chunk.name, part, box))
+        found = reader.reads(reads[0].chunk.kind, reads[0].chunk.name, part, box)
+        reader.carry(((read, values) for read in found), are_checked=True)
         rows.write(out[start : start + part.numel], values)
 
 
