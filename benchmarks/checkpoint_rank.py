@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def measure(clock: Clock, folder: Path, mib: int, turns: int) -> dict[str, int]:
             loads_in_turns(clock, engine, path, ours_first=turn % 2 == 0)
             forget(world, path / "sync")
             optimizer.state.clear()  # as when a job starts
-            clock.time("load", lambda path=path: engine.resume(path / "sync"))
+            clock.time("load", partial(engine.resume, path / "sync"))
             for name, peer in peers.items():
                 num_bytes[name] = theirs(clock, name, peer, path / name)
             world.barrier()

@@ -15,6 +15,7 @@ from twins import Transformer, adamw
 
 import shardwise as sw
 from shardwise.errors import ConfigError, DataError, FaultError, ModelError, ShardwiseError, StateError
+from shardwise.pipeline.staged import Absent
 from shardwise.testing import InjectedError, run_ranks
 from tests.thorough import one_in
 
@@ -182,6 +183,14 @@ def test_what_needs_the_whole_model_is_refused_by_name() -> None:
                 with pytest.raises(StateError) as refusal:
                     call()
                 assert f"has no {what} in this version" in str(refusal.value)
+            whole = engine.state_dict()
+            absent = next(module for module in model.modules() if isinstance(module, Absent))
+            for one in (model, nn.Sequential(model), absent):
+                with pytest.raises(StateError, match=r"more than this rank's pipeline stages. Call engine\.state_dict"):
+                    one.state_dict()
+                with pytest.raises(StateError, match=r"more than this rank's.* Call engine\.load_state_dict"):
+                    one.load_state_dict(whole, strict=False)
+            assert set(model.state_dict(keep_vars=True)) < set(whole)
             engine.forward_backward((x, y))
             with pytest.raises(StateError, match=r"Use engine\.clip_grad_norm_"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -41,7 +41,7 @@ class Remote:
     """How a command is run on a host: `shell` takes the host and the command, `python` is the one there."""
 
     shell: tuple[str, ...]
-    python: str = sys.executable
+    python: str = field(default_factory=lambda: sys.executable)
     timeout_seconds: float = 30.0
 
     def start(self, host: str, *words: str) -> subprocess.Popen[str]:

@@ -61,7 +61,7 @@ class Job:
     grace_seconds: float = 10.0
     run_by: tuple[str, ...] = ()
     """A module that runs the script, and its own arguments before it; none runs it as it is."""
-    python: str = sys.executable
+    python: str = field(default_factory=lambda: sys.executable)
     binds_cores: bool = False
     """Whether each rank keeps to cores of its own."""
     elastic: Elastic | None = None

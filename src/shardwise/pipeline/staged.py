@@ -34,6 +34,22 @@ PLAIN_LOOP = (
 )
 
 
+def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG001  # as torch calls it
+    """With `keep_vars` it is asked which parameters are here."""
+    if not keep_vars:
+        raise StateError(
+            "model.state_dict() would have no more than this rank's pipeline stages. Call engine.state_dict(), on all "
+            "ranks: it has the whole model's. engine.save(folder) writes checkpoints."
+        )
+
+
+def _refuse_loading(*_: object) -> NoReturn:
+    raise StateError(
+        "model.load_state_dict() would reach no more than this rank's pipeline stages. Call "
+        "engine.load_state_dict(state), on all ranks, with the whole model's state."
+    )
+
+
 class ElsewhereError(ModelError, AttributeError):
     """Something is read of a module that lies on another stage; who only asks whether it is there gets an answer."""
 
@@ -56,6 +72,8 @@ class Absent(nn.Module):
         for path, param in original.named_parameters(remove_duplicate=False):
             if param in kept:
                 self._keep(path, param)
+        if original.state_dict(keep_vars=True):
+            refuse_states(self)
 
     def _keep(self, path: str, param: nn.Parameter) -> None:
         *above, short = path.split(".")
@@ -80,6 +98,12 @@ class Absent(nn.Module):
                 f"The model's forward reads {name} of {self.__dict__.get('_name')}, which lies on another pipeline "
                 f"stage. A pipeline can only call the modules that it deals out; list others: pipeline.stages."
             ) from None
+
+
+def refuse_states(module: nn.Module) -> None:
+    """Of a module that is not whole here nobody is given a state by its own methods."""
+    module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_refuse_loading)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -130,6 +154,7 @@ class StagedModel:
         for one in self._places:
             if one.own is None:
                 one.holder[one.key] = one.absent
+        refuse_states(model)
         self._handles: list[RemovableHandle] = []
         self._forward = model.forward
 
