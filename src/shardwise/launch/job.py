@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.elastic.blame import Policy
