@@ -14,6 +14,7 @@ from shardwise.comm import World
 from shardwise.config import Plan, Profile
 from shardwise.engine_reports import EngineReports
 from shardwise.micro_batches import LossFunction
+from shardwise.run_told import numbers_of
 from shardwise.sharded_model import ShardedModel
 from shardwise.training import evaluate, forward_backward
 
@@ -115,17 +116,22 @@ class EngineTraining(EngineReports):
         `run` in the plan rank 0 writes them into the record of the run, with the learning rate, the gradient norm, the
         seconds of a step and what each rank did in them, and tells the plan's `trackers`. `tokens` and `samples` count
         what this rank's batches had since the last call; throughput is worked out from them. Another `kind`, such as
-        `"validation"`, is a line of its own.
+        `"validation"`, is a line of its own. What is said in a void iteration (`num_void`) is not written; a rank that
+        has come to others, and begun no iteration yet, says nothing, and gets its own numbers.
 
         Raises `ConfigError` for what is not a number, or for names that differ from rank to rank.
         """
         self._require_open()
+        session = self._session
+        if session is not None and session.is_arriving:  # the others have told each other already, and gone on
+            return numbers_of(values)
         if self._run_log is None:
             self._run_log = open_log(self._sharded.plan, self.world, always=True)
             assert self._run_log is not None
             self._run_log.follow(self._sharded)
         log = self._run_log
-        return self._asking(lambda: log.log(values, kind, tokens, samples))
+        is_void = session.was_void if session is not None else bool
+        return log.log(values, kind, tokens, samples, self._asking, is_void)
 
     def can_leave_out(self) -> bool:
         """Whether a loader follows that can go on behind a batch; with one that cannot they would part."""

@@ -2,6 +2,9 @@
 
 Every rank has a `RunLog`. `log` is one small message from each rank to all of them: what the loop says, how long the
 rank's last steps took and what for, what memory it holds. Rank 0 writes.
+
+[Note: each step once] Where ranks are lost, what is said in an iteration that became void is not written. All ranks
+know what all have said: so whoever is rank 0 afterwards can write it, even if the former one died before it had.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from shardwise.monitor.trackers import Tracker, check_trackers, open_tracker
 from shardwise.profiling import ProfileWindow
 from shardwise.program import render
 from shardwise.report import MemoryReport, describe, measured_anew, memory_of
-from shardwise.run_told import Since, Told, check_names, numbers_of
+from shardwise.run_told import Said, Since, Told, check_names, numbers_of
 from shardwise.sharded_model import ShardedModel
 from shardwise.telemetry import Event, Lap, write_trace
 from shardwise.weighing import mean_of
@@ -40,6 +43,8 @@ TIMELINE_STEP = 3
 TIMELINE_RANKS = 8
 """So many ranks have their part in the timeline of that step."""
 _TIERS = ("device", "host", "disk")
+Ask = Callable[[Callable[[], list[str]]], list[str]]
+"""Calls what ranks tell each other in; again, or not at all, where a rank is lost meanwhile."""
 
 _log = logging.getLogger("shardwise")
 
@@ -73,6 +78,8 @@ class RunLog:
         self._has_timeline = self._folder is None or world.is_newcomer  # the others have theirs, or have given it up
         self._at_exit: Callable[[], None] | None = None
         self._slow: SlowWindow | None = None
+        self._said: Said | None = None
+        """The last thing that counted. See [Note: each step once]."""
 
     def _open(self, folder: Path) -> None:
         self._at_exit = _closer(weakref.ref(self))
@@ -108,9 +115,7 @@ class RunLog:
             self._record.close()
             self._record = None
         self._memory = []
-        if self._records_step and self._sharded is not None:
-            self._sharded.timeline.stop()
-        self._records_step, self._events, self._has_timeline = False, None, True
+        self._records_step, self._events, self._has_timeline = False, None, True  # it went with the former model
         if self._folder is not None and world.rank == 0 and not was_first:
             said = {name: value for name, value in self._plan.model_dump(mode="json").items() if value is not None}
             config = {"world_size": world.size, **said}
@@ -133,32 +138,46 @@ class RunLog:
 
     # -- what is said -------------------------------------------------------------------------------------
 
-    def log(self, values: Mapping[str, Any], kind: str, tokens: int, samples: int) -> dict[str, float]:
-        """See `Engine.log`."""
+    def log(
+        self, values: Mapping[str, Any], kind: str, tokens: int, samples: int, ask: Ask, is_void: Callable[[], bool]
+    ) -> dict[str, float]:
+        """See `Engine.log`. `is_void` is asked when all have told each other what they log."""
         sharded = self._sharded
         assert sharded is not None
         numbers = numbers_of(values)
         is_step = kind == "step"
         lap = self._world.journal.clock.lap() if is_step else Lap(0.0, 0.0, {})
-        mine = self._told(sharded, numbers, tokens, samples, lap)
-        told = [Told.of(message) for message in self._world.exchange(mine.message(), "log")]
+        num_steps = max(1, sharded.progress.num_steps - self._last_step)
+        mine = self._told(sharded, numbers, tokens, samples, lap).message()
+        told = [Told.of(message) for message in ask(lambda: self._tell(mine, is_step=is_step))]
         check_names(told)
         weights = [one.weight for one in told]
         means = {name: mean_of([one.values[name] for one in told], weights) for name in numbers}
+        sharded = self._sharded or sharded  # that of another generation, perhaps
         step = sharded.progress.num_steps
+        if is_void():
+            self._last_step = step if is_step else self._last_step
+            return means
+        said = Said(kind, step, means, *(self._all_told(sharded, told, num_steps) if is_step else ({}, 0)))
         if self._world.rank == 0:
             self._open_record(sharded, step if not is_step else step - 1)
-            line = self._step_line(sharded, told, means, step) if is_step else means
-            self._write(kind, step, line)
+            self._write(said)
             if is_step:
                 self._write_ranks(told, step)
                 self._write_memory(told, step)
+        self._said = said
         if is_step:
             self._look_for_slow(sharded, told, step)
-        if is_step:
             self._last_step = step
-            self._share_timeline(sharded, step)
         return means
+
+    def _tell(self, mine: bytes, *, is_step: bool) -> list[str]:
+        """What each rank says, by rank."""
+        assert self._sharded is not None
+        told = [message.decode() for message in self._world.exchange(mine, "log")]
+        if is_step:
+            self._share_timeline(self._sharded, self._sharded.progress.num_steps)
+        return told
 
     def _look_for_slow(self, sharded: ShardedModel, told: list[Told], step: int) -> None:
         """Name who is slow, on all ranks alike; one that is may be asked to leave."""
@@ -199,11 +218,8 @@ class RunLog:
             "replicated": {"device": report.replicated},
         }
 
-    def _step_line(
-        self, sharded: ShardedModel, told: list[Told], means: Mapping[str, float], step: int
-    ) -> dict[str, Any]:
-        """Numbers of all ranks together."""
-        num_steps = max(1, step - self._last_step)
+    def _all_told(self, sharded: ShardedModel, told: list[Told], num_steps: int) -> tuple[dict[str, Any], int]:
+        """Numbers of all ranks together, over the last `num_steps`, and how many tokens they had."""
         seconds = max(one.lap.seconds for one in told)
         shares = sharded.mesh.data_place(self._world.rank)[1] / len(told)
         tokens = round(sum(one.tokens for one in told) * shares)
@@ -213,19 +229,22 @@ class RunLog:
         if self._lr is not None:
             line["lr"] = self._lr
         if tokens:
-            self._tokens += tokens
-            line |= {"tokens": self._tokens, "tokens_per_second": tokens / seconds}
+            line["tokens_per_second"] = tokens / seconds
         if samples:
             line["samples_per_second"] = samples / seconds
-        return {**line, "time": time.time(), **means}
+        return {**line, "time": time.time()}, tokens
 
-    def _write(self, kind: str, step: int, line: Mapping[str, Any]) -> None:
+    def _write(self, said: Said) -> None:
+        line = {**said.line, **said.means}
+        if said.tokens:
+            self._tokens += said.tokens
+            line["tokens"] = self._tokens
         if self._record is not None:
-            self._record.write(kind, step=step, **line)
-        prefix = "" if kind == "step" else f"{kind}/"
+            self._record.write(said.kind, step=said.step, **line)
+        prefix = "" if said.kind == "step" else f"{said.kind}/"
         numbers = {f"{prefix}{name}": value for name, value in line.items() if value is not None and name != "time"}
         for tracker in self._trackers:
-            tracker.log(step, numbers)
+            tracker.log(said.step, numbers)
 
     def _write_ranks(self, told: list[Told], step: int) -> None:
         self._since.add(told, max(1, step - self._last_step))
@@ -254,18 +273,25 @@ class RunLog:
         axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
         more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.sharding.device)}
         path, size = self._folder / RECORD, self._world.size
-        self._tell_launcher(path)
-        if step <= 0:
+        is_of_this_job = self._tell_launcher(path) or self._said is not None
+        if step <= 0 and not is_of_this_job:
             self._record = RunRecord.start(path, plan=plan, world_size=size, **more)
-        else:
-            self._record = RunRecord.resume(path, step=step, plan=plan, world_size=size, **more)
-            self._tokens = int(max((tokens for _, tokens in read_record(path).column("tokens")), default=0))
+            return
+        self._record = RunRecord.resume(path, step=step, plan=plan, world_size=size, **more)
+        record, said = read_record(path), self._said
+        self._tokens = int(max((tokens for _, tokens in record.column("tokens")), default=0))
+        if said is not None and said.step <= step and not any(said.is_in(line) for line in record.lines):
+            self._write(said)
 
-    def _tell_launcher(self, path: Path) -> None:
-        """Where the record is: an elastic launcher writes there who was to blame for a fault."""
+    def _tell_launcher(self, path: Path) -> bool:
+        """Where the record is: an elastic launcher writes there who was to blame for a fault. Whether it knows."""
         membership = self._world.membership
-        if membership is not None and membership.folder is not None:
-            (membership.folder / RECORD_PATH).write_text(str(path.resolve()))
+        if membership is None or membership.folder is None:
+            return False
+        told = membership.folder / RECORD_PATH
+        is_known = told.exists()
+        told.write_text(str(path.resolve()))
+        return is_known
 
     # -- one step as it went ------------------------------------------------------------------------------
 
@@ -289,6 +315,12 @@ class RunLog:
 
     # -- the end ------------------------------------------------------------------------------------------
 
+    def leave(self) -> None:
+        """The others go on without this rank, and with the record."""
+        if self._record is not None:
+            self._record.close()
+        self._record, self._has_record, self._trackers = None, False, []
+
     def close(self, error: BaseException | None = None) -> None:
         """Write how it ended. May be called twice."""
         if not self._is_open:
@@ -303,6 +335,8 @@ class RunLog:
             if error is not None:
                 self._notes.error(error)
             self._notes.close()
+        if self._said is not None and self._sharded is not None and self._world.rank == 0:
+            self._open_record(self._sharded, self._sharded.progress.num_steps)  # where nothing was said since a loss
         self._flush_ranks(self._last_step)
         if self._record is not None:
             said = {"status": "ended"} if error is None else {"status": "failed", "error": _in_words(error)}

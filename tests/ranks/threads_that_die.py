@@ -71,8 +71,10 @@ class ThreadMembership:
     arrival = None
     step = 0
 
-    def __init__(self, crowd: Crowd, member: int) -> None:
+    def __init__(self, crowd: Crowd, member: int, world: World) -> None:
         self.crowd, self.member, self.folder = crowd, member, crowd.folder
+        self.world = world
+        """The one that this member is in now."""
 
     def changes_wanted(self) -> bool:
         return False
@@ -87,7 +89,7 @@ class ThreadMembership:
         world.part()
         before, now, said, office = self.crowd.meet(self.member, told)
         rank = now.index(self.member)
-        renewed = self.crowd.world(rank, len(now), office)
+        self.world = renewed = self.crowd.world(rank, len(now), office)
         renewed.membership = self
         renewed.generation = self.crowd.generation
         return Regrouped(
@@ -107,10 +109,9 @@ def run_mortals(
     failures: list[BaseException] = []
 
     def rank(member: int) -> None:
-        world = None
+        world = crowd.world(member, num_ranks, crowd.office)
+        world.membership = membership = ThreadMembership(crowd, member, world)
         try:
-            world = crowd.world(member, num_ranks, crowd.office)
-            world.membership = ThreadMembership(crowd, member)
             results[member] = work(world, member)
         except Killed:
             pass
@@ -119,8 +120,8 @@ def run_mortals(
             raise
         finally:
             crowd.die(member)
-            if world is not None and member not in results:
-                world.close(Killed())
+            if member not in results:
+                membership.world.close(Killed())
 
     threads = [threading.Thread(target=rank, args=(member,), name=f"member {member}") for member in range(num_ranks)]
     for thread in threads:

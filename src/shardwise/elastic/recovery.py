@@ -56,6 +56,10 @@ class Host(Protocol):
         """The batch of the step after `num_steps` is not to come again."""
         ...
 
+    def turned_away(self) -> None:
+        """The others go on without this rank."""
+        ...
+
     def take_over(self, world: World, sharded: ShardedModel) -> None:
         """From now on `sharded` takes the steps, in `world`."""
         ...
@@ -123,7 +127,11 @@ class Recovery(ABC):
 
     def is_void(self) -> bool:
         """Whether what the loop does now comes to nothing: see [Note: iterations]."""
-        return self._is_open and self._void_after < self._begun <= self._void_until
+        return self._is_open and self.was_void()
+
+    def was_void(self) -> bool:
+        """The same of the iteration that was begun last, also after its end."""
+        return self._void_after < self._begun <= self._void_until
 
     def _recover(self, error: CommError | None) -> None:
         """Go on with the ranks that there are after a fault, or a change that was asked for.
@@ -135,6 +143,8 @@ class Recovery(ABC):
         while True:
             if isinstance(error, TurnedAwayError) or (isinstance(error, FaultError) and error.kind in _CODE):
                 self._is_left = True
+                if isinstance(error, TurnedAwayError):
+                    self._host.turned_away()
                 raise error
             try:
                 self._go_on(error)
