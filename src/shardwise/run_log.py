@@ -63,6 +63,8 @@ class RunLog:
         self._sharded: ShardedModel | None = None
         self._lr: float | None = None
         self._last_step = self._tokens = 0
+        self._has_begun = False
+        self._began_after: int | None = None
         self._since = Since()
         self._ranks_at = 0.0
         self._memory: list[dict[str, Any]] = []
@@ -107,6 +109,7 @@ class RunLog:
         if self._record is not None:
             self._record.close()
             self._record = None
+        self._has_begun, self._began_after = False, None
         self._memory = []
         if self._records_step and self._sharded is not None:
             self._sharded.timeline.stop()
@@ -124,6 +127,8 @@ class RunLog:
     def _note_step(self) -> None:
         sharded = self._sharded
         assert sharded is not None
+        if self._began_after is None:
+            self._began_after = sharded.progress.num_steps - 1
         if sharded.optimizer is not None:
             lr = sharded.optimizer.members[0].param_groups[0].get("lr")
             self._lr = float(lr) if lr is not None else None
@@ -147,7 +152,7 @@ class RunLog:
         means = {name: mean_of([one.values[name] for one in told], weights) for name in numbers}
         step = sharded.progress.num_steps
         if self._world.rank == 0:
-            self._open_record(sharded, step if not is_step else step - 1)
+            self._begin(sharded, step)
             line = self._step_line(sharded, told, means, step) if is_step else means
             self._write(kind, step, line)
             if is_step:
@@ -246,9 +251,18 @@ class RunLog:
             self._memory = rows
             self._record.write("memory", step=step, ranks=rows)
 
+    def _begin(self, sharded: ShardedModel, step: int) -> None:
+        """Rank 0 begins with the first thing that is logged, when it is known after which step that is."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        after = step if self._began_after is None else self._began_after
+        for tracker in self._trackers:
+            tracker.begin(after)
+        self._open_record(sharded, after)
+
     def _open_record(self, sharded: ShardedModel, step: int) -> None:
-        """Rank 0 begins the record with the first thing that is logged, when it is known after which step that is."""
-        if self._record is not None or not self._has_record or self._folder is None:
+        if not self._has_record or self._folder is None:
             return
         plan = sharded.plan.model_dump(mode="json")
         axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))

@@ -1,4 +1,4 @@
-"""Who is told what a run logs, besides its record: TensorBoard, Weights & Biases, MLflow, trackio.
+"""Who is told what a run logs, besides its record: a CSV file, TensorBoard, Weights & Biases, MLflow, trackio.
 
 Each is imported where it is used, by rank 0 alone. None of them sends anything unless its options say so: W&B writes
 offline, MLflow and trackio into the folder of the run.
@@ -6,13 +6,15 @@ offline, MLflow and trackio into the folder of the run.
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.util
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from shardwise.errors import ConfigError
 
@@ -20,10 +22,14 @@ Options = Mapping[str, Any]
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """What each needs to be installed, as it is imported."""
 PROJECT = "shardwise"
+_STEP = "step"
 
 
 class Tracker(Protocol):
     """Is told numbers by name, step by step. `close` may be called twice."""
+
+    def begin(self, step: int) -> None:
+        """What is logged next comes after `step`: 0 in a new run, and where a resumed one goes on."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -54,7 +60,68 @@ def open_tracker(name: str, folder: Path, config: Mapping[str, Any], options: Op
         raise ConfigError(f"trackers: {name} does not take these options ({dict(options)}): {error}.") from error
 
 
-class TensorBoard:
+class CSV(Tracker):
+    """One table in `metrics.csv` of the run: a row for each `log`, a column for each name. Options: `file`.
+
+    Like the record it goes on where a run is resumed, without the rows of later steps, and a new run replaces it. A
+    name that is new becomes the last column, empty in the rows before it.
+    """
+
+    def __init__(self, folder: Path, _config: Mapping[str, Any], options: Options) -> None:
+        if not {"file"} >= set(options):
+            raise TypeError("it has file")
+        self._path = folder / str(options.get("file", "metrics.csv"))
+        self._columns = next(self._rows(), [_STEP])
+        if self._columns[:1] != [_STEP]:
+            raise ConfigError(
+                f"{self._path} is not a table of this tracker, whose first column is {_STEP}. Move it away, or name "
+                f"another: trackers: [{{csv: {{file: other.csv}}}}]."
+            )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO | None = None
+
+    def begin(self, step: int) -> None:
+        if step <= 0:
+            self._columns = [_STEP]
+        self._rewrite([], step if step > 0 else -math.inf)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        new = [name for name in values if name not in self._columns]
+        if new or self._file is None:
+            self._rewrite(new)
+        assert self._file is not None
+        row = {**values, _STEP: step}
+        csv.writer(self._file, lineterminator="\n").writerow([row.get(name, "") for name in self._columns])
+        self._file.flush()  # so that a crash takes nothing along
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _rows(self) -> Iterator[list[str]]:
+        """Of the file as it is; a last line without its end is left out, whose writer died."""
+        if not self._path.exists():
+            return
+        with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
+            yield from csv.reader(line for line in file if line.endswith("\n"))
+
+    def _rewrite(self, new: list[str], last_step: float = math.inf) -> None:
+        """In one move: the same table up to `last_step`, with columns for `new` names. Rows are appended to it then."""
+        self.close(failed=False)
+        fresh = self._path.with_name(self._path.name + ".new")
+        with fresh.open("w", encoding="utf-8", newline="") as file:
+            writer, old = csv.writer(file, lineterminator="\n"), self._rows()
+            next(old, None)
+            self._columns = [*self._columns, *new]
+            writer.writerow(self._columns)
+            kept = (row for row in old if row and _step(row[0]) <= last_step)
+            writer.writerows([*row, *[""] * len(new)] for row in kept)
+        os.replace(fresh, self._path)
+        self._file = self._path.open("a", encoding="utf-8", newline="")
+
+
+class TensorBoard(Tracker):
     """Event files in `tensorboard/` of the run. Options are those of `SummaryWriter`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], options: Options) -> None:
@@ -71,7 +138,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
+class WandB(Tracker):
     """A run of Weights & Biases, offline in `wandb/` of the run. Options are those of `wandb.init`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], options: Options) -> None:
@@ -89,7 +156,7 @@ class WandB:
             self._run.finish(exit_code=int(failed))
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run of MLflow, in `mlruns/` of the run. Options: `tracking_uri`, `experiment`, `run_name`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], options: Options) -> None:
@@ -120,7 +187,7 @@ class MLflow:
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-class Trackio:
+class Trackio(Tracker):
     """A run of trackio, in `trackio/` of the run. Options are those of `trackio.init`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], options: Options) -> None:
@@ -139,11 +206,20 @@ class Trackio:
 
 
 _KINDS: dict[str, Callable[[Path, Mapping[str, Any], Options], Tracker]] = {
+    "csv": CSV,
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "mlflow": MLflow,
     "trackio": Trackio,
 }
+
+
+def _step(cell: str) -> float:
+    """What a first cell says; one that is no number comes after all steps."""
+    try:
+        return float(cell)
+    except ValueError:
+        return math.inf
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, str]:
