@@ -12,9 +12,10 @@ import importlib.util
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from shardwise.errors import ConfigError
 
@@ -40,11 +41,16 @@ def check_trackers(trackers: Mapping[str, Options], folder: str | None) -> None:
     """Raise `ConfigError` for trackers that cannot be opened here. Nothing is imported."""
     if trackers and folder is None:
         raise ConfigError(f"trackers {', '.join(trackers)} need a folder to write to; give it as run, such as runs/1.")
-    for name in trackers:
+    require_packages(trackers, "trackers names")
+
+
+def require_packages(names: Iterable[str], asking: str) -> None:
+    """Raise `ConfigError` for a tracker whose package is not installed; `asking` are the words for who wants it."""
+    for name in names:
         package = PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"trackers names {name}, but the package {package} is not installed: pip install "
+                f"{asking} {name}, but the package {package} is not installed: pip install "
                 f"shardwise[{name}], or leave it out."
             )
 
@@ -71,54 +77,53 @@ class CSV(Tracker):
         if not {"file"} >= set(options):
             raise TypeError("it has file")
         self._path = folder / str(options.get("file", "metrics.csv"))
-        self._columns = next(self._rows(), [_STEP])
-        if self._columns[:1] != [_STEP]:
+        if self._columns()[:1] != [_STEP]:
             raise ConfigError(
                 f"{self._path} is not a table of this tracker, whose first column is {_STEP}. Move it away, or name "
                 f"another: trackers: [{{csv: {{file: other.csv}}}}]."
             )
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO | None = None
 
     def begin(self, step: int) -> None:
-        if step <= 0:
-            self._columns = [_STEP]
-        self._rewrite([], step if step > 0 else -math.inf)
+        if step > 0:
+            self._rewrite(self._columns(), step)
+        else:
+            self._rewrite([_STEP], -math.inf)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        new = [name for name in values if name not in self._columns]
-        if new or self._file is None:
-            self._rewrite(new)
-        assert self._file is not None
+        columns = self._columns()  # read anew, since two engines of one process may write to one table
+        new = [name for name in values if name not in columns]
+        if new or not self._path.exists():
+            columns = [*columns, *new]
+            self._rewrite(columns)
         row = {**values, _STEP: step}
-        csv.writer(self._file, lineterminator="\n").writerow([row.get(name, "") for name in self._columns])
-        self._file.flush()  # so that a crash takes nothing along
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow([row.get(name, "") for name in columns])
 
-    def close(self, *, failed: bool) -> None:  # noqa: ARG002
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+    def close(self, *, failed: bool) -> None:
+        """Nothing is open between rows."""
 
-    def _rows(self) -> Iterator[list[str]]:
+    def _columns(self) -> list[str]:
+        with closing(self._rows()) as rows:
+            return next(rows, [_STEP])
+
+    def _rows(self) -> Generator[list[str]]:
         """Of the file as it is; a last line without its end is left out, whose writer died."""
         if not self._path.exists():
             return
         with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
             yield from csv.reader(line for line in file if line.endswith("\n"))
 
-    def _rewrite(self, new: list[str], last_step: float = math.inf) -> None:
-        """In one move: the same table up to `last_step`, with columns for `new` names. Rows are appended to it then."""
-        self.close(failed=False)
+    def _rewrite(self, columns: list[str], last_step: float = math.inf) -> None:
+        """In one move: the same table up to `last_step`, with more `columns` at the end."""
         fresh = self._path.with_name(self._path.name + ".new")
-        with fresh.open("w", encoding="utf-8", newline="") as file:
-            writer, old = csv.writer(file, lineterminator="\n"), self._rows()
+        with fresh.open("w", encoding="utf-8", newline="") as file, closing(self._rows()) as old:
+            writer = csv.writer(file, lineterminator="\n")
             next(old, None)
-            self._columns = [*self._columns, *new]
-            writer.writerow(self._columns)
+            writer.writerow(columns)
             kept = (row for row in old if row and _step(row[0]) <= last_step)
-            writer.writerows([*row, *[""] * len(new)] for row in kept)
+            writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in kept)
         os.replace(fresh, self._path)
-        self._file = self._path.open("a", encoding="utf-8", newline="")
 
 
 class TensorBoard(Tracker):
