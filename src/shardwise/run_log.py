@@ -68,6 +68,8 @@ class RunLog:
         self._sharded: ShardedModel | None = None
         self._lr: float | None = None
         self._last_step = self._tokens = 0
+        self._has_begun = False
+        self._began_after: int | None = None
         self._since = Since()
         self._ranks_at = 0.0
         self._memory: list[dict[str, Any]] = []
@@ -114,6 +116,7 @@ class RunLog:
         if self._record is not None:
             self._record.close()
             self._record = None
+        self._has_begun, self._began_after = False, None
         self._memory = []
         self._records_step, self._events, self._has_timeline = False, None, True  # it went with the former model
         if self._folder is not None and world.rank == 0 and not was_first:
@@ -129,6 +132,8 @@ class RunLog:
     def _note_step(self) -> None:
         sharded = self._sharded
         assert sharded is not None
+        if self._began_after is None:
+            self._began_after = sharded.progress.num_steps - 1
         if sharded.optimizer is not None:
             lr = sharded.optimizer.members[0].param_groups[0].get("lr")
             self._lr = float(lr) if lr is not None else None
@@ -160,7 +165,7 @@ class RunLog:
             return means
         said = Said(kind, step, means, *(self._all_told(sharded, told, num_steps) if is_step else ({}, 0)))
         if self._world.rank == 0:
-            self._open_record(sharded, step if not is_step else step - 1)
+            self._begin(sharded, step - 1 if is_step else step)
             self._write(said)
             if is_step:
                 self._write_ranks(told, step)
@@ -265,9 +270,19 @@ class RunLog:
             self._memory = rows
             self._record.write("memory", step=step, ranks=rows)
 
+    def _begin(self, sharded: ShardedModel, step: int) -> None:
+        """Rank 0 begins with the first thing that is logged, when it is known after which step that is: `step`, if none
+        has been taken yet."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        after = step if self._began_after is None else self._began_after
+        for tracker in self._trackers:
+            tracker.begin(after)
+        self._open_record(sharded, after)
+
     def _open_record(self, sharded: ShardedModel, step: int) -> None:
-        """Rank 0 begins the record with the first thing that is logged, when it is known after which step that is."""
-        if self._record is not None or not self._has_record or self._folder is None:
+        if not self._has_record or self._folder is None:
             return
         plan = sharded.plan.model_dump(mode="json")
         axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
@@ -336,7 +351,7 @@ class RunLog:
                 self._notes.error(error)
             self._notes.close()
         if self._said is not None and self._sharded is not None and self._world.rank == 0:
-            self._open_record(self._sharded, self._sharded.progress.num_steps)  # where nothing was said since a loss
+            self._begin(self._sharded, self._sharded.progress.num_steps)  # where nothing was said since a loss
         self._flush_ranks(self._last_step)
         if self._record is not None:
             said = {"status": "ended"} if error is None else {"status": "failed", "error": _in_words(error)}

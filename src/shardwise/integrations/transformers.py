@@ -27,6 +27,7 @@ from shardwise.integrations.plans import PlanLike, require_agreement, without
 
 _Base: Any = object
 _SCHEDULER = "scheduler.pt"
+_REPORT_TO = "Trainer tells whom report_to of TrainingArguments names"
 
 
 class ShardwiseTrainerMixin(_Base):
@@ -87,7 +88,7 @@ class ShardwiseTrainerMixin(_Base):
         self._sections = Sections(self.args)
         reading = self._sections.reading(self.model)
         self.plan = without(sw.load_plan(reading.plan), "accumulate", "clip_grad_norm")
-        if self.args.process_index == 0 and (report := reading.report()):
+        if self.args.process_index == 0 and (report := reading.report(monitors_by=_REPORT_TO)):
             print(f"shardwise: of the DeepSpeed config\n{report}")
 
     def _refuse_two_optimizers(self) -> None:
