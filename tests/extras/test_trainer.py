@@ -215,5 +215,10 @@ def test_refused_with_a_sentence(case: str) -> None:
         on_ranks(1, refused, plan, settings)
 
 
+def test_generation_over_split_sequences_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*predict_with_generate makes one token after another"):
+        on_ranks(2, jobs.generated, {"preset": "zero3", "mesh": {"sp": 2}})
+
+
 def refused(plan: Any, settings: dict[str, Any]) -> None:
     jobs.make(plan, "llama", **settings).evaluate()

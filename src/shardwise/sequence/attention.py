@@ -106,7 +106,7 @@ class Attention:
             raise ModelError(
                 f"Attention of {query.shape[-2]} queries to {key.shape[-2]} keys, but engine.split_sequence gave this "
                 f"rank {sample.layout.num_local} tokens. Only attention of the batch's tokens to each other can be "
-                f"split over {self.line.axis!r}."
+                f"split over {self.line.axis!r}. Generate inside engine.inference(), where a rank has whole sequences."
             )
         return sample
 
