@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.config import Plan, Profile
-from shardwise.engine_reports import EngineReports
+from shardwise.engine_sequences import EngineSequences
 from shardwise.micro_batches import LossFunction
 from shardwise.run_told import numbers_of
 from shardwise.sharded_model import ShardedModel
@@ -66,7 +66,7 @@ def open_session(
     return session
 
 
-class EngineTraining(EngineReports):
+class EngineTraining(EngineSequences):
     """Part of `Engine`."""
 
     def train_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
