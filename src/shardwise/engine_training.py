@@ -12,9 +12,8 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.config import Plan, Profile
-from shardwise.engine_reports import EngineReports
+from shardwise.engine_sequences import EngineSequences
 from shardwise.micro_batches import LossFunction
-from shardwise.run_told import numbers_of
 from shardwise.sharded_model import ShardedModel
 from shardwise.training import evaluate, forward_backward
 
@@ -66,7 +65,7 @@ def open_session(
     return session
 
 
-class EngineTraining(EngineReports):
+class EngineTraining(EngineSequences):
     """Part of `Engine`."""
 
     def train_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
@@ -122,14 +121,13 @@ class EngineTraining(EngineReports):
         Raises `ConfigError` for what is not a number, or for names that differ from rank to rank.
         """
         self._require_open()
-        session = self._session
-        if session is not None and session.is_arriving:  # the others have told each other already, and gone on
-            return numbers_of(values)
         if self._run_log is None:
             self._run_log = open_log(self._sharded.plan, self.world, always=True)
             assert self._run_log is not None
             self._run_log.follow(self._sharded)
-        log = self._run_log
+        log, session = self._run_log, self._session
+        if session is not None and session.is_arriving:  # the others have told each other already, and gone on
+            return log.numbers_of(values)
         is_void = session.was_void if session is not None else bool
         return log.log(values, kind, tokens, samples, self._asking, is_void)
 

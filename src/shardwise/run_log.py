@@ -10,7 +10,6 @@ know what all have said: so whoever is rank 0 afterwards can write it, even if t
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import sys
 import time
@@ -28,20 +27,16 @@ from shardwise.monitor.record import RunRecord, read_record
 from shardwise.monitor.slowness import SlowWindow
 from shardwise.monitor.trackers import Tracker, check_trackers, open_tracker
 from shardwise.profiling import ProfileWindow
-from shardwise.program import render
-from shardwise.report import MemoryReport, describe, measured_anew, memory_of
+from shardwise.report import MemoryReport, measured_anew, memory_of
+from shardwise.run_timeline import StepTimeline
 from shardwise.run_told import Said, Since, Told, check_names, numbers_of
 from shardwise.sharded_model import ShardedModel
-from shardwise.telemetry import Event, Lap, write_trace
+from shardwise.telemetry import Lap
 from shardwise.weighing import mean_of
 
-RECORD, TIMELINE, PROGRAM = "record.jsonl", "timeline.json", "program.txt"
+RECORD = "record.jsonl"
 RANKS_EVERY_SECONDS = 1.0
 """Lines about ranks are long where there are many; they need not come more often."""
-TIMELINE_STEP = 3
-"""The first steps of a run record and compile; this one is as all others."""
-TIMELINE_RANKS = 8
-"""So many ranks have their part in the timeline of that step."""
 _TIERS = ("device", "host", "disk")
 Ask = Callable[[Callable[[], list[str]]], list[str]]
 """Calls what ranks tell each other in; again, or not at all, where a rank is lost meanwhile."""
@@ -68,14 +63,16 @@ class RunLog:
         self._sharded: ShardedModel | None = None
         self._lr: float | None = None
         self._last_step = self._tokens = 0
+        self._has_begun = False
+        self._began_after: int | None = None
         self._since = Since()
         self._ranks_at = 0.0
         self._memory: list[dict[str, Any]] = []
         self._report: MemoryReport | None = None
         self._measured_at = 0.0
-        self._events: list[Event] | None = None
-        self._records_step = False
-        self._has_timeline = self._folder is None or world.is_newcomer  # the others have theirs, or have given it up
+        self._timeline = StepTimeline(
+            self._folder, is_made=world.is_newcomer
+        )  # others have made theirs, or given it up
         self._at_exit: Callable[[], None] | None = None
         self._slow: SlowWindow | None = None
         self._said: Said | None = None
@@ -114,8 +111,9 @@ class RunLog:
         if self._record is not None:
             self._record.close()
             self._record = None
+        self._has_begun, self._began_after = False, None
         self._memory = []
-        self._records_step, self._events, self._has_timeline = False, None, True  # it went with the former model
+        self._timeline.give_up()  # it went with the former model
         if self._folder is not None and world.rank == 0 and not was_first:
             said = {name: value for name, value in self._plan.model_dump(mode="json").items() if value is not None}
             config = {"world_size": world.size, **said}
@@ -129,11 +127,12 @@ class RunLog:
     def _note_step(self) -> None:
         sharded = self._sharded
         assert sharded is not None
+        if self._began_after is None:
+            self._began_after = sharded.progress.num_steps - 1
         if sharded.optimizer is not None:
             lr = sharded.optimizer.members[0].param_groups[0].get("lr")
             self._lr = float(lr) if lr is not None else None
-        if self._records_step:
-            self._records_step, self._events = False, sharded.timeline.stop()
+        self._timeline.note_step(sharded)
         self.profile.note_step(sharded.progress.num_steps)
 
     # -- what is said -------------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ class RunLog:
             return means
         said = Said(kind, step, means, *(self._all_told(sharded, told, num_steps) if is_step else ({}, 0)))
         if self._world.rank == 0:
-            self._open_record(sharded, step if not is_step else step - 1)
+            self._begin(sharded, step - 1 if is_step else step)
             self._write(said)
             if is_step:
                 self._write_ranks(told, step)
@@ -171,12 +170,16 @@ class RunLog:
             self._last_step = step
         return means
 
+    def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """What `log` would take `values` for. This rank alone."""
+        return numbers_of(values)
+
     def _tell(self, mine: bytes, *, is_step: bool) -> list[str]:
         """What each rank says, by rank."""
         assert self._sharded is not None
         told = [message.decode() for message in self._world.exchange(mine, "log")]
         if is_step:
-            self._share_timeline(self._sharded, self._sharded.progress.num_steps)
+            self._timeline.share(self._sharded, self._world)
         return told
 
     def _look_for_slow(self, sharded: ShardedModel, told: list[Told], step: int) -> None:
@@ -265,9 +268,19 @@ class RunLog:
             self._memory = rows
             self._record.write("memory", step=step, ranks=rows)
 
+    def _begin(self, sharded: ShardedModel, step: int) -> None:
+        """Rank 0 begins with the first thing that is logged, when it is known after which step that is: `step`, if none
+        has been taken yet."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        after = step if self._began_after is None else self._began_after
+        for tracker in self._trackers:
+            tracker.begin(after)
+        self._open_record(sharded, after)
+
     def _open_record(self, sharded: ShardedModel, step: int) -> None:
-        """Rank 0 begins the record with the first thing that is logged, when it is known after which step that is."""
-        if self._record is not None or not self._has_record or self._folder is None:
+        if not self._has_record or self._folder is None:
             return
         plan = sharded.plan.model_dump(mode="json")
         axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
@@ -293,26 +306,6 @@ class RunLog:
         told.write_text(str(path.resolve()))
         return is_known
 
-    # -- one step as it went ------------------------------------------------------------------------------
-
-    def _share_timeline(self, sharded: ShardedModel, step: int) -> None:
-        """Begin to record at the end of a step, and bring together what has been recorded at a later one's."""
-        if self._has_timeline:
-            return
-        timeline = sharded.timeline
-        if self._events is None and not self._records_step and step >= TIMELINE_STEP - 1 and not timeline.is_on:
-            timeline.start()
-            self._records_step = True
-        elif self._events is not None:
-            mine = self._events if self._world.rank < TIMELINE_RANKS else []
-            told = self._world.exchange(json.dumps(mine).encode(), "timeline")
-            self._has_timeline = True
-            if self._world.rank == 0 and self._folder is not None:
-                write_trace(self._folder / TIMELINE, [json.loads(one) for one in told[:TIMELINE_RANKS]])
-                program = sharded.runner.programs.program
-                text = f"{describe(sharded)}\n\n{render(program.micro_batch)}{render(program.step)}"
-                (self._folder / PROGRAM).write_text(text, encoding="utf-8")
-
     # -- the end ------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
@@ -336,7 +329,7 @@ class RunLog:
                 self._notes.error(error)
             self._notes.close()
         if self._said is not None and self._sharded is not None and self._world.rank == 0:
-            self._open_record(self._sharded, self._sharded.progress.num_steps)  # where nothing was said since a loss
+            self._begin(self._sharded, self._sharded.progress.num_steps)  # where nothing was said since a loss
         self._flush_ranks(self._last_step)
         if self._record is not None:
             said = {"status": "ended"} if error is None else {"status": "failed", "error": _in_words(error)}

@@ -24,6 +24,9 @@ SECTIONS = {
     ),
     "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
     "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
+    "tensorboard": ("deepspeed.monitor.config", "TensorBoardConfig"),
+    "csv_monitor": ("deepspeed.monitor.config", "CSVConfig"),
+    "wandb": ("deepspeed.monitor.config", "WandbConfig"),
 }
 OTHERWISE = {
     "zero_optimization.stage3_model_persistence_threshold",  # theirs is the largest integer

@@ -199,17 +199,54 @@ def test_auto_takes_what_the_caller_knows() -> None:
     assert read.plan["precision"] == "bf16"
 
 
+def test_monitors_become_trackers_with_places_of_their_own() -> None:
+    config = {
+        "tensorboard": {"enabled": True, "output_path": "logs/tb", "job_name": "first"},
+        "csv_monitor": {"enabled": True},
+        "wandb": {"enabled": True, "team": "ours", "project": "much"},
+    }
+    read = read_config(config, world_size=1)
+    offered = {"name": None, "mode": None, "dir": None}
+    assert read.monitors == {
+        "tensorboard": {"log_dir": "logs/tb/first"},
+        "csv": {"file": "DeepSpeedJobName/metrics.csv"},
+        "wandb": {"project": "much", "entity": "ours", **offered},
+    }
+    assert read.report() == ""
+    assert read.report(monitors_by="report_to has them").splitlines() == [
+        f"{section}.enabled: had elsewhere; report_to has them" for section in config
+    ]
+    off = read_config({"wandb": {"enabled": False}, "tensorboard": {}, "csv_monitor": {"job_name": "x"}}, world_size=1)
+    assert off.monitors == {}
+    assert off.report(monitors_by="report_to has them") == ""
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"tensorboard": {"enabled": "yes"}}, "tensorboard.enabled is 'yes'; it has to be true or false"),
+        ({"csv_monitor": {"enabled": True, "job_name": 3}}, "csv_monitor.job_name is 3, which is not text"),
+    ],
+)
+def test_a_monitor_that_cannot_be_meant(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_config(section, world_size=1)
+
+
 def test_every_field_has_its_reason() -> None:
     assert all(field.why for field in FIELDS.values() if field.fate is not Fate.HONOURED)
 
 
 def test_a_plan_file_comes_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = tmp_path / "ds_config.json", tmp_path / "plan.yaml"
-    source.write_text(json.dumps({**STAGE_3, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
+    more = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "csv_monitor": {"enabled": True}}
+    source.write_text(json.dumps({**STAGE_3, **more}))
     assert main(["convert", str(source), str(out), "--world", "4"]) == 0
     assert yaml.safe_load(out.read_text()) == PLANS["stage 3"][1]
     assert "AdamW(lr=0.001)" in out.read_text()
-    assert "overlap_comm: not needed" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "overlap_comm: not needed" in told
+    assert "csv_monitor.enabled: had elsewhere; name a folder as run in the plan" in told
     assert main(["convert", str(source), str(out), "--world", "4"]) == 2
     assert "is there already" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,87 @@ def test_fp16_counts_what_it_skipped() -> None:
     run_ranks(RANKS, rank_of)
 
 
+def events(path: Path) -> list[dict[str, float]]:
+    """Rows of a table of events, without what a row has not."""
+    with path.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def test_a_csv_monitor_is_told_of_losses_and_rates_against_samples(tmp_path: Path) -> None:
+    """Four steps, the last two after a checkpoint, from which a script goes on that had come further."""
+    torch.manual_seed(0)
+    model, steps = Transformer(), batches(4)
+    twin = copy.deepcopy(model)
+    wanted, _ = plain(twin, steps)
+    models = [[copy.deepcopy(model) for _ in range(RANKS)] for _ in range(2)]
+    section = {"enabled": True, "output_path": str(tmp_path / "logs"), "job_name": "first"}
+    config = {**CONFIG, "zero_optimization": {"stage": 2}, "csv_monitor": section}
+
+    def rank_of(world: sw.World) -> list[float]:
+        engine, *_ = deepspeed.initialize(model=models[0][world.rank], config=config, world=world)
+        assert engine.monitor.enabled
+        rates = []
+        for number, step in enumerate(steps[:3]):
+            trained(engine, [step], world.rank)
+            rates += engine.get_lr()
+            if number == 1:
+                engine.save_checkpoint(tmp_path / "kept")
+                engine.monitor.write_events([("mine", torch.tensor(7.0), engine.global_samples)])
+        engine.destroy()
+        again, *_ = deepspeed.initialize(model=models[1][world.rank], config=config, world=world)
+        again.load_checkpoint(tmp_path / "kept")
+        for step in steps[2:]:
+            trained(again, [step], world.rank)
+        return [*rates, *again.get_lr()]
+
+    rates, others = run_ranks(RANKS, rank_of)
+    assert rates == others
+    rows = events(tmp_path / "logs" / "first" / "metrics.csv")
+    batch = RANKS * MICRO * GAS
+    assert [row["step"] for row in rows] == [batch, 2 * batch, 2 * batch, 3 * batch, 4 * batch]
+    assert rows.pop(2) == {"step": 2 * batch, "mine": 7.0}
+    for row, loss, rate in zip(rows, wanted, rates, strict=True):
+        assert row["Train/Samples/train_loss"] == pytest.approx(loss, rel=1e-5)
+        assert row["Train/Samples/lr"] == rate
+        assert "Train/Samples/loss_scale" not in row
+
+
+def test_a_monitor_is_told_of_the_loss_scale(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    section = {"enabled": True, "output_path": str(tmp_path)}
+    config = {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 4}, "csv_monitor": section}
+    steps = batches(2)
+
+    def rank_of(world: sw.World) -> None:
+        engine, *_ = deepspeed.initialize(model=Transformer(), config=config, world=world)
+        for step in steps:
+            for micro in range(GAS):  # whose losses the engine never sees
+                engine.scale(loss_of(engine, step[micro, world.rank])).backward()
+                engine.step()
+
+    run_ranks(RANKS, rank_of)
+    rows = events(tmp_path / "DeepSpeedJobName" / "metrics.csv")
+    assert [row["Train/Samples/loss_scale"] for row in rows] == [16.0, 16.0]
+    assert not any("Train/Samples/train_loss" in row for row in rows)
+
+
+def test_monitors_that_cannot_be_had_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DeepSpeedJobName").mkdir()
+    foreign = tmp_path / "DeepSpeedJobName" / "metrics.csv"
+    foreign.write_text("epoch\n1\n")
+
+    def rank_of(world: sw.World, section: str, words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            deepspeed.initialize(model=nn.Linear(4, 4), config={section: {"enabled": True}}, world=world)
+
+    run_ranks(1, lambda world: rank_of(world, "csv_monitor", "is not a table of this tracker"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    words = r"the DeepSpeed config enables wandb, but the package wandb is not installed"
+    run_ranks(2, lambda world: rank_of(world, "wandb", words))
+    assert foreign.read_text() == "epoch\n1\n"
+
+
 def test_refusals(tmp_path: Path) -> None:
     def rank_of(world: sw.World) -> None:
         model = nn.Linear(4, 4)
@@ -277,7 +359,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_list_of_layers_trains_in_stages(stages: int) -> None:
+def test_a_list_of_layers_trains_in_stages(stages: int, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = deepspeed.PipelineModule(layers(), num_stages=stages, loss_fn=cross_entropy)
     assert model[0].weight is model[-1].weight
@@ -301,6 +383,7 @@ def test_a_list_of_layers_trains_in_stages(stages: int) -> None:
         "gradient_clipping": 0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": 1},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "staged"},
     }
 
     def rank_of(world: sw.World) -> list[float]:
@@ -321,3 +404,7 @@ def test_a_list_of_layers_trains_in_stages(stages: int) -> None:
 
     for losses in run_ranks(2, rank_of):
         assert losses == pytest.approx(wanted, rel=1e-5)
+    rows = events(tmp_path / "staged" / "metrics.csv")
+    assert [(row["step"], row.get("Train/Samples/lr")) for row in rows] == [(8, 0.1), (16, 0.1), (24, 0.1), (24, None)]
+    assert [row["Train/Samples/train_loss"] for row in rows[:-1]] == pytest.approx(wanted, rel=1e-5)
+    assert rows[-1]["Train/Samples/eval_loss"] < wanted[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,93 @@ def test_a_run_is_written_down_goes_on_and_is_the_same_as_without(tmp_path: Path
     assert [line["tokens"] for line in lines(run, "step")][-2:] == [1520, 1540]
     assert [(line["step"], line["world_size"]) for line in lines(run, "resume")] == [(5, 2)]
     assert not lines(run, "step")[-1].get("rank")
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_table_grows_by_rows_and_columns_and_goes_on_where_the_run_does(tmp_path: Path) -> None:
+    """Three steps and a validation on two ranks, a checkpoint after two; then from there at another size, and anew."""
+    run, kept, made = tmp_path / "run", tmp_path / "kept", models(5)
+    plan: dict[str, Any] = {"preset": "zero3", "trackers": ["csv"]}
+
+    def train(world: sw.World) -> None:
+        with engine_of(made[world.rank], world, run, **plan) as engine:
+            for step in range(1, 4):
+                loss = engine.train_step(batch(step, world.rank), loss_fn=loss_of)
+                engine.log({"loss": loss, "rank": world.rank}, samples=4)
+                if step == 2:
+                    engine.log({"loss": 0.5}, kind="validation")
+                    engine.save(kept)
+
+    def go_on(world: sw.World) -> None:
+        with engine_of(made[2 + world.rank], world, run, **plan) as engine:
+            engine.resume(kept)
+            for step in (3, 4):
+                engine.train_step(batch(step, world.rank), loss_fn=loss_of)
+            engine.log({"loss": math.nan, "more": 7})
+
+    def anew(world: sw.World) -> None:
+        with engine_of(made[3], world, run, **plan) as engine:
+            engine.train_step(batch(1, 0), loss_fn=loss_of)
+            engine.train_step(batch(2, 0), loss_fn=loss_of)
+            engine.log({"loss": 1.0})
+
+    run_ranks(2, train)
+    first = table(run / "metrics.csv")
+    assert [(row["step"], row["rank"], row["validation/loss"]) for row in first] == [
+        ("1", "0.5", ""), ("2", "0.5", ""), ("2", "", "0.5"), ("3", "0.5", ""),
+    ]  # fmt: skip
+    assert all(float(row["samples_per_second"]) > 0 for row in first if row["rank"])
+    assert not (run / "record.jsonl").exists()
+    run_ranks(1, go_on)
+    second = table(run / "metrics.csv")
+    assert [{**row, "more": ""} for row in second[:-1]] == [{**row, "more": ""} for row in first[:3]]
+    assert (second[-1]["step"], second[-1]["loss"], second[-1]["more"], second[-1]["rank"]) == ("4", "nan", "7.0", "")
+    run_ranks(1, anew)
+    assert [(row["step"], row["loss"]) for row in table(run / "metrics.csv")] == [("2", "1.0")]
+    assert {path.name for path in run.iterdir()} <= {"metrics.csv", "timeline.json", "program.txt"}
+
+
+def test_a_table_is_read_after_a_crash_and_that_of_others_is_left_alone(tmp_path: Path) -> None:
+    def train(world: sw.World, path: Path, first: int) -> None:
+        model, plan = models(1)[0], {"trackers": [{"csv": {"file": str(path)}}]}
+        with engine_of(model, world, tmp_path / "run", **plan) as engine:
+            engine.num_steps = first - 1
+            engine.train_step(batch(first, 0), loss_fn=loss_of)
+            engine.log({"loss": 1.0, 'a "name", quoted': 2.0})
+
+    path = tmp_path / "elsewhere" / "table.csv"
+    run_ranks(1, lambda world: train(world, path, 1))
+    with path.open("a") as file:
+        file.write("2,0.5")  # its writer died here
+    run_ranks(1, lambda world: train(world, path, 3))
+    assert [(row["step"], row['a "name", quoted']) for row in table(path)] == [("1", "2.0"), ("3", "2.0")]
+    path.write_text("epoch,accuracy\n1,0.9\n")
+    with pytest.raises(ConfigError, match=r"table\.csv is not a table of this tracker.*Move it away"):
+        run_ranks(1, lambda world: train(world, path, 1))
+    assert path.read_text() == "epoch,accuracy\n1,0.9\n"
+    with pytest.raises(ConfigError, match="csv does not take these options"):
+        engine_of(models(1)[0], sw.World.join(environment={}), tmp_path, trackers=[{"csv": {"flie": "x"}}])
+
+
+def test_a_new_run_that_logs_late_keeps_nothing_of_an_older_one(tmp_path: Path) -> None:
+    """The record begins after the last step that was taken elsewhere, and not before the first one that is logged."""
+    made = models(2)
+
+    def train(model: nn.Module, steps: range, every: int) -> None:
+        with engine_of(model, sw.World.join(environment={}), tmp_path) as engine:
+            for step in steps:
+                engine.train_step(batch(step, 0), loss_fn=loss_of)
+                if step % every == 0:
+                    engine.log({"loss": 1.0})
+
+    train(made[0], range(1, 4), 1)
+    train(made[1], range(1, 7), 3)
+    assert [line["step"] for line in lines(tmp_path, "step")] == [3, 6]
+    assert not lines(tmp_path, "resume")
 
 
 def test_what_ends_a_run_is_kept_by_every_rank(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _write_new(args.out, text)
         print(f"{args.out}: written. `shardwise explain {args.out} --world {args.world}` says what it means.")
-    if report := reading.report():
+    if report := reading.report(monitors_by="name a folder as run in the plan, and trackers; engine.log tells them"):
         Console(stderr=True).print(report, highlight=False, markup=False, soft_wrap=True)
     return 0
 

@@ -22,6 +22,7 @@ from shardwise.integrations.plans import PlanLike, without
 from shardwise.places import place_of
 
 _YES = ("true", "1", "yes")
+_LOG_WITH = "accelerator.log tells whom log_with of Accelerator names"
 _PLUGINS = ("deepspeed_plugin", "deepspeed_plugins")
 
 
@@ -62,7 +63,8 @@ class DeepSpeedAccelerator(Accelerator):
         rest = {name: value for name, value in self._plugin.deepspeed_config.items() if name not in batches}
         half = None if model is None else self.mixed_precision
         reading = read_with(rest, world_size, model, {f"{name}.enabled": half == name for name in ("fp16", "bf16")})
-        if model is not None and not self._is_told and self.is_main_process and (report := reading.report()):
+        report = reading.report(monitors_by=_LOG_WITH)
+        if model is not None and not self._is_told and self.is_main_process and report:
             self._is_told = True
             print(f"shardwise: of the DeepSpeed config\n{report}")
         plan = sw.load_plan(reading.plan)

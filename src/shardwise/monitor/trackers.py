@@ -1,4 +1,4 @@
-"""Who is told what a run logs, besides its record: TensorBoard, Weights & Biases, MLflow, trackio.
+"""Who is told what a run logs, besides its record: a CSV file, TensorBoard, Weights & Biases, MLflow, trackio.
 
 Each is imported where it is used, by rank 0 alone. None of them sends anything unless its options say so: W&B writes
 offline, MLflow and trackio into the folder of the run.
@@ -6,11 +6,14 @@ offline, MLflow and trackio into the folder of the run.
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.util
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,10 +23,14 @@ Options = Mapping[str, Any]
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """What each needs to be installed, as it is imported."""
 PROJECT = "shardwise"
+_STEP = "step"
 
 
 class Tracker(Protocol):
     """Is told numbers by name, step by step. `close` may be called twice."""
+
+    def begin(self, step: int) -> None:
+        """What is logged next comes after `step`: 0 in a new run, and where a resumed one goes on."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -34,11 +41,16 @@ def check_trackers(trackers: Mapping[str, Options], folder: str | None) -> None:
     """Raise `ConfigError` for trackers that cannot be opened here. Nothing is imported."""
     if trackers and folder is None:
         raise ConfigError(f"trackers {', '.join(trackers)} need a folder to write to; give it as run, such as runs/1.")
-    for name in trackers:
+    require_packages(trackers, "trackers names")
+
+
+def require_packages(names: Iterable[str], asking: str) -> None:
+    """Raise `ConfigError` for a tracker whose package is not installed; `asking` are the words for who wants it."""
+    for name in names:
         package = PACKAGES.get(name)
         if package is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"trackers names {name}, but the package {package} is not installed: pip install "
+                f"{asking} {name}, but the package {package} is not installed: pip install "
                 f"shardwise[{name}], or leave it out."
             )
 
@@ -54,7 +66,67 @@ def open_tracker(name: str, folder: Path, config: Mapping[str, Any], options: Op
         raise ConfigError(f"trackers: {name} does not take these options ({dict(options)}): {error}.") from error
 
 
-class TensorBoard:
+class CSV(Tracker):
+    """One table in `metrics.csv` of the run: a row for each `log`, a column for each name. Options: `file`.
+
+    Like the record it goes on where a run is resumed, without the rows of later steps, and a new run replaces it. A
+    name that is new becomes the last column, empty in the rows before it.
+    """
+
+    def __init__(self, folder: Path, _config: Mapping[str, Any], options: Options) -> None:
+        if not {"file"} >= set(options):
+            raise TypeError("it has file")
+        self._path = folder / str(options.get("file", "metrics.csv"))
+        if self._columns()[:1] != [_STEP]:
+            raise ConfigError(
+                f"{self._path} is not a table of this tracker, whose first column is {_STEP}. Move it away, or name "
+                f"another: trackers: [{{csv: {{file: other.csv}}}}]."
+            )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, step: int) -> None:
+        if step > 0:
+            self._rewrite(self._columns(), step)
+        else:
+            self._rewrite([_STEP], -math.inf)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        columns = self._columns()  # read anew, since two engines of one process may write to one table
+        new = [name for name in values if name not in columns]
+        if new or not self._path.exists():
+            columns = [*columns, *new]
+            self._rewrite(columns)
+        row = {**values, _STEP: step}
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow([row.get(name, "") for name in columns])
+
+    def close(self, *, failed: bool) -> None:
+        """Nothing is open between rows."""
+
+    def _columns(self) -> list[str]:
+        with closing(self._rows()) as rows:
+            return next(rows, [_STEP])
+
+    def _rows(self) -> Generator[list[str]]:
+        """Of the file as it is; a last line without its end is left out, whose writer died."""
+        if not self._path.exists():
+            return
+        with self._path.open(encoding="utf-8", errors="replace", newline="") as file:
+            yield from csv.reader(line for line in file if line.endswith("\n"))
+
+    def _rewrite(self, columns: list[str], last_step: float = math.inf) -> None:
+        """In one move: the same table up to `last_step`, with more `columns` at the end."""
+        fresh = self._path.with_name(self._path.name + ".new")
+        with fresh.open("w", encoding="utf-8", newline="") as file, closing(self._rows()) as old:
+            writer = csv.writer(file, lineterminator="\n")
+            next(old, None)
+            writer.writerow(columns)
+            kept = (row for row in old if row and _step(row[0]) <= last_step)
+            writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in kept)
+        os.replace(fresh, self._path)
+
+
+class TensorBoard(Tracker):
     """Event files in `tensorboard/` of the run. Options are those of `SummaryWriter`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], options: Options) -> None:
@@ -71,7 +143,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
+class WandB(Tracker):
     """A run of Weights & Biases, offline in `wandb/` of the run. Options are those of `wandb.init`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], options: Options) -> None:
@@ -89,7 +161,7 @@ class WandB:
             self._run.finish(exit_code=int(failed))
 
 
-class MLflow:
+class MLflow(Tracker):
     """A run of MLflow, in `mlruns/` of the run. Options: `tracking_uri`, `experiment`, `run_name`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], options: Options) -> None:
@@ -120,7 +192,7 @@ class MLflow:
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
-class Trackio:
+class Trackio(Tracker):
     """A run of trackio, in `trackio/` of the run. Options are those of `trackio.init`."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], options: Options) -> None:
@@ -139,11 +211,20 @@ class Trackio:
 
 
 _KINDS: dict[str, Callable[[Path, Mapping[str, Any], Options], Tracker]] = {
+    "csv": CSV,
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "mlflow": MLflow,
     "trackio": Trackio,
 }
+
+
+def _step(cell: str) -> float:
+    """What a first cell says; one that is no number comes after all steps."""
+    try:
+        return float(cell)
+    except ValueError:
+        return math.inf
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, str]:

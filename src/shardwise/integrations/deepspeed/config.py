@@ -23,6 +23,8 @@ from shardwise.integrations.deepspeed.fields import (
 
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_TRACKERS = {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb"}
+_ENABLED = {f"{section}.enabled": tracker for section, tracker in _TRACKERS.items()}
 _PRESETS = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 
@@ -63,16 +65,25 @@ class Reading:
     scheduler: Named | None
     steps_per_print: int | None
     notes: tuple[Note, ...] = field(default=())
+    monitors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Trackers that the config enables, by our names, with options that say where they write to."""
 
     @property
     def global_batch(self) -> int:
         """Samples of one step on all ranks: `train_batch_size`."""
         return self.micro_batch * self.accumulate * self.num_replicas
 
-    def report(self) -> str:
-        """Every field that was not simply honoured, a line each, those that are not understood first."""
+    def report(self, *, monitors_by: str | None = None) -> str:
+        """Every field that was not simply honoured, a line each, those that are not understood first.
+
+        Where `monitors` are not opened, `monitors_by` says what else tells of the training.
+        """
+        notes = self.notes
+        if monitors_by is not None:
+            enabled = [note.path for note in notes if note.path in _ENABLED and _ENABLED[note.path] in self.monitors]
+            notes = (*notes, *(Note(path, Fate.ELSEWHERE, monitors_by) for path in enabled))
         order = (Fate.UNKNOWN, Fate.AUTO, Fate.ELSEWHERE, Fate.NOT_NEEDED)
-        shown = [note for fate in order for note in self.notes if note.fate is fate]
+        shown = [note for fate in order for note in notes if note.fate is fate]
         return "\n".join(map(str, shown))
 
 
@@ -132,6 +143,7 @@ def read_config(
         values.named("scheduler"),
         values.get("steps_per_print"),
         tuple(notes),
+        _monitors(values),
     )
 
 
@@ -167,6 +179,13 @@ class _Values:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{path} is {value!r}; it has to be a whole number from 1 on.")
         return value
+
+    def text(self, path: str) -> str:
+        """What is set, or nothing."""
+        value = self.get(path)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{path} is {value!r}, which is not text.")
+        return value or ""
 
     def named(self, section: str) -> Named | None:
         name = self.get(f"{section}.type")
@@ -234,6 +253,24 @@ def _asks_for_something(value: object) -> bool:
             return bool(value["enabled"])
         return any(map(_asks_for_something, value.values()))
     return value not in (None, False, 0, "", "none")
+
+
+def _monitors(values: _Values) -> dict[str, dict[str, Any]]:
+    """What of our trackers is told, and its options."""
+    enabled = [section for section in _TRACKERS if values.flag(f"{section}.enabled")]
+    found: dict[str, dict[str, Any]] = {}
+    for section in enabled:
+        if section == "wandb":
+            named = {name: values.text(f"wandb.{name}") for name in ("project", "group", "team")}
+            options = {"project": named["project"], "group": named["group"], "entity": named["team"]}
+            said = {name: value for name, value in options.items() if value}
+            # as W&B itself has it: its folder, a name of its choice, and online unless WANDB_MODE says otherwise
+            found["wandb"] = {**said, "name": None, "mode": None, "dir": None}
+        else:
+            folder = Path(values.text(f"{section}.output_path")) / values.text(f"{section}.job_name")
+            is_table = section == "csv_monitor"
+            found[_TRACKERS[section]] = {"file": str(folder / "metrics.csv")} if is_table else {"log_dir": str(folder)}
+    return found
 
 
 def _set_precision(plan: dict[str, Any], values: _Values) -> None:

@@ -18,6 +18,7 @@ from shardwise import Engine
 from shardwise.errors import CheckpointError, StateError
 from shardwise.integrations.deepspeed.config import Reading
 from shardwise.integrations.deepspeed.facts import Facts
+from shardwise.integrations.deepspeed.monitor import LOSS_SCALE, RATE, TRAIN_LOSS, Event, Monitor
 from shardwise.safe_files import read_text
 
 LATEST = "latest"
@@ -64,6 +65,14 @@ class DeepSpeedEngine(Facts, nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self._reading = reading
         self._last_was_skipped = False
+        described = {name: value for name, value in engine.plan.model_dump(mode="json").items() if value is not None}
+        self.monitor = Monitor(
+            reading.monitors,
+            engine.world.rank,
+            _samples_of(self),
+            {"world_size": engine.world.size, "train_batch_size": reading.global_batch, **described},
+        )
+        self._losses: list[torch.Tensor] = []
         engine.remember(deepspeed=_Counters(self))
         if lr_scheduler is not None:
             engine.remember(lr_scheduler=lr_scheduler)
@@ -90,6 +99,9 @@ class DeepSpeedEngine(Facts, nn.Module):
 
         Returns the loss as it was divided.
         """
+        if self.monitor.enabled:
+            self.monitor.begin()
+            self._losses.append(loss.detach())
         count = self._reading.accumulate if scale_wrt_gas else 1
         if retain_graph:
             (self.shardwise.scale(loss) / count).backward(retain_graph=True)  # type: ignore[no-untyped-call]
@@ -123,6 +135,23 @@ class DeepSpeedEngine(Facts, nn.Module):
         self.global_samples += self._reading.micro_batch * self._reading.num_replicas
         if is_boundary:
             self._end_step(lr_kwargs, norm)
+            if self.monitor.enabled:
+                self._write_events()
+
+    def _write_events(self) -> None:
+        """The loss that `backward` was given, as the mean over micro-batches and ranks."""
+        losses, self._losses = self._losses, []
+        mine = torch.stack([loss.float().mean() for loss in losses]).mean().item() if losses else math.nan
+        loss = self.shardwise.mean(mine)
+        self._write_step_events([(TRAIN_LOSS, loss, self.global_samples)] if losses else [])
+
+    def _write_step_events(self, events: list[Event]) -> None:
+        """What DeepSpeed writes after each step, against samples: rate and scale are those of the next one."""
+        if rates := self.get_lr():
+            events.append((RATE, rates[0], self.global_samples))
+        if self.fp16_enabled():
+            events.append((LOSS_SCALE, self.cur_scale, self.global_samples))
+        self.monitor.write_events(events)
 
     def _end_step(self, lr_kwargs: Mapping[str, Any] | None, norm: object) -> None:
         self.global_steps += 1
@@ -227,6 +256,7 @@ class DeepSpeedEngine(Facts, nn.Module):
         loaded = self.shardwise.resume(folder / name)
         if loaded is None:
             return None, {}
+        self.monitor.begin_anew()
         self.loaded_checkpoint_tag = name
         return str(folder / name), dict(loaded.state.get("client_state", {}))
 
@@ -257,7 +287,14 @@ class DeepSpeedEngine(Facts, nn.Module):
 
     def destroy(self) -> None:
         """Take all hooks away again. Parameters are no longer whole afterwards."""
+        self.monitor.close()
         self.shardwise.close()
+
+
+def _samples_of(engine: DeepSpeedEngine) -> Callable[[], int]:
+    """How many samples `engine` was trained on, without keeping it alive."""
+    known = weakref.proxy(engine)
+    return lambda: int(known.global_samples)
 
 
 class _Counters:

@@ -263,6 +263,14 @@ _ELASTICITY = {
     **_all(_NOT_NEEDED, "ranks that live go on at once; `shardwise launch --elastic`", min_time=0),
 }
 
+_JOB = _all(_HONOURED, "", enabled=False, output_path="", job_name="DeepSpeedJobName")
+MONITORS = {
+    "tensorboard": _JOB,
+    "csv_monitor": _JOB,
+    "wandb": _all(_HONOURED, "", enabled=False, group=None, team=None, project="deepspeed"),
+}
+"""Sections that say who is told of the training: see `monitor.py`."""
+
 _PARALLEL_WRITE = {"parallel_write.pipeline_stage": False}
 _SECTIONS = {
     "optimizer": _OPTIMIZER,
@@ -275,6 +283,7 @@ _SECTIONS = {
     "tensor_parallel": _TENSOR_PARALLEL,
     "data_types": _DATA_TYPES,
     "elasticity": _ELASTICITY,
+    **MONITORS,
     "aio": _all(
         _NOT_NEEDED,
         "`shardwise bench disk` finds block size and depth",
@@ -311,10 +320,7 @@ _SECTIONS = {
 
 ELSEWHERE_SECTIONS = {
     "comms_logger": "`shardwise explain` prints what is sent, and engine.timeline(path) when",
-    "tensorboard": "write engine.gradient_norm and the loss from the script",
-    "csv_monitor": "the run's folder has a record of each step",
-    "wandb": "write engine.gradient_norm and the loss from the script",
-    "comet": "write engine.gradient_norm and the loss from the script",
+    "comet": "there is no tracker for Comet; enable tensorboard, csv_monitor or wandb",
     "flops_profiler": "run torch.profiler beside it; actions are named there",
     "timers": "the progress line has the throughput",
     "autotuning": "`budget` and `shardwise explain` choose before a step is run",

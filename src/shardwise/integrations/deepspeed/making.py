@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError, nearest
 from shardwise.integrations.deepspeed.config import Named, Reading, read_config
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine, Scheduler
 from shardwise.integrations.deepspeed.moe import expert_ranks_of
+from shardwise.integrations.deepspeed.monitor import require_monitors
 from shardwise.integrations.deepspeed.pipe import PipelineEngine, PipelineModule
 from shardwise.integrations.deepspeed.schedules import make_schedule
 
@@ -67,16 +68,17 @@ def initialize(
     try:
         stages = model.num_stages if isinstance(model, PipelineModule) else 1
         reading = read_config(source, world_size=joined.size, num_stages=stages)
+        require_monitors(reading.monitors)
         plan = _with_experts(reading, expert_ranks_of(model))
         made = _optimizer(optimizer, reading.optimizer, model, model_parameters)
         schedule = _schedule(lr_scheduler, reading.scheduler, made)
         inner = sw.shard(model, plan, optimizer=made, world=joined)
+        kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
+        engine = kind(inner, reading, made, schedule, collate_fn)
     except BaseException as error:
         if world is None:
             joined.close(error)
         raise
-    kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-    engine = kind(inner, reading, made, schedule, collate_fn)
     if joined.rank == 0 and (report := reading.report()):
         print(f"shardwise: of the DeepSpeed config\n{report}")
     loader = None if training_data is None else engine.deepspeed_io(training_data)

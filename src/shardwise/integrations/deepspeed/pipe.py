@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, DataError, StateError
 from shardwise.integrations.deepspeed.engine import DeepSpeedEngine
+from shardwise.integrations.deepspeed.monitor import EVAL_LOSS, TRAIN_LOSS
 
 Tensor = torch.Tensor
 LossFunction = Callable[[Tensor, Any], Tensor]
@@ -97,11 +98,14 @@ class PipelineEngine(DeepSpeedEngine):
         Without `data_iter` the training data given to `initialize` is read, from its beginning when it is used up.
         """
         inputs, labels = self._pairs(data_iter)
+        self.monitor.begin()
         loss = self.shardwise.train_step(inputs, labels, loss_fn=self.module.loss_fn)
         self.micro_steps += self.gradient_accumulation_steps()
         self.global_samples += self.train_batch_size()
         self._end_step(None, self.shardwise.gradient_norm)
-        return torch.tensor(self.shardwise.mean(loss.item()))
+        mean = self.shardwise.mean(loss.item())
+        self._write_step_events([(TRAIN_LOSS, mean, self.global_samples)])
+        return torch.tensor(mean)
 
     def eval_batch(self, data_iter: Iterator[Any], **options: object) -> Tensor:
         """The mean loss of as many pairs as `train_batch` takes, without gradients. All ranks call."""
@@ -112,7 +116,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.module.eval()
         loss = self.shardwise.eval_step(inputs, labels, loss_fn=self.module.loss_fn)
         self.module.train(was_training)
-        return torch.tensor(self.shardwise.mean(loss.item()))
+        mean = self.shardwise.mean(loss.item())
+        self.monitor.write_events([(EVAL_LOSS, mean, self.global_samples)])
+        return torch.tensor(mean)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """What `train_batch()` reads."""

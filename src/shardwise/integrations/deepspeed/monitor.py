@@ -1,0 +1,64 @@
+"""`engine.monitor`: what DeepSpeed's sections `tensorboard`, `wandb` and `csv_monitor` are told, by our trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.monitor.trackers import Options, Tracker, open_tracker, require_packages
+
+Event = tuple[str, Any, int]
+TRAIN_LOSS, EVAL_LOSS = "Train/Samples/train_loss", "Train/Samples/eval_loss"
+RATE, LOSS_SCALE = "Train/Samples/lr", "Train/Samples/loss_scale"
+
+
+def require_monitors(monitors: Mapping[str, Options]) -> None:
+    """Raise `ConfigError` for a section whose package is not installed. Nothing is imported."""
+    require_packages(monitors, "the DeepSpeed config enables")
+
+
+class Monitor:
+    """Events by name against samples, as DeepSpeed's `MonitorMaster` takes them. Rank 0 writes."""
+
+    def __init__(
+        self, monitors: Mapping[str, Options], rank: int, samples: Callable[[], int], config: Mapping[str, Any]
+    ) -> None:
+        """`samples()` is how many have been trained on; `config` describes the run.
+
+        Raises `ConfigError` for a file that is there and is no table of ours.
+        """
+        self.enabled = bool(monitors)
+        self._samples = samples
+        self._has_begun = False
+        self._trackers: list[Tracker] = []
+        if rank == 0:
+            self._trackers = [open_tracker(name, Path(), config, options) for name, options in monitors.items()]
+
+    def begin(self) -> None:
+        """What is written next comes after the samples there are; the first `write_events` does so by itself."""
+        if not self._has_begun:
+            self._has_begun = True
+            for tracker in self._trackers:
+                tracker.begin(self._samples())
+
+    def begin_anew(self) -> None:
+        """A checkpoint was loaded, and training goes on from its samples."""
+        self._has_begun = False
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """Write events `(name, value, samples)`, those of as many samples together. Any rank may call."""
+        if not self._trackers:
+            return
+        self.begin()
+        by_samples: dict[int, dict[str, float]] = {}
+        for name, value, samples in event_list:
+            by_samples.setdefault(int(samples), {})[name] = float(value)
+        for samples, values in by_samples.items():
+            for tracker in self._trackers:
+                tracker.log(samples, values)
+
+    def close(self) -> None:
+        """May be called twice."""
+        for tracker in self._trackers:
+            tracker.close(failed=False)
