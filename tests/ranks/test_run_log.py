@@ -265,6 +265,10 @@ def test_without_a_folder_nothing_is_written_and_means_come_all_the_same(tmp_pat
     [
         ({"trackers": ["tensorboard"]}, "need a folder to write to"),
         ({"trackers": ["wandb"], "run": "here"}, r"pip install shardwise\[wandb\]"),
+        (
+            {"trackers": ["comet"], "run": "here"},
+            r"the package comet_ml is not installed: pip install shardwise\[comet\]",
+        ),
         ({"profile": {"steps": [2, 3]}}, "no folder for traces"),
         ({"profile": {"steps": [2, 3], "folder": "x", "memory": True}}, "no allocator of cpu"),
     ],

@@ -1,4 +1,5 @@
-"""`engine.monitor`: what DeepSpeed's sections `tensorboard`, `wandb` and `csv_monitor` are told, by our trackers."""
+"""`engine.monitor`: what DeepSpeed's sections `tensorboard`, `wandb`, `comet` and `csv_monitor` are told, by our
+trackers."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.integrations.deepspeed.config import SAMPLES_LOG_INTERVAL
 from shardwise.monitor.trackers import Options, Tracker, open_tracker, require_packages
 
 Event = tuple[str, Any, int]
@@ -31,16 +33,19 @@ class Monitor:
         self.enabled = bool(monitors)
         self._samples = samples
         self._has_begun = False
-        self._trackers: list[Tracker] = []
+        self._trackers: list[_Spaced] = []
         if rank == 0:
-            self._trackers = [open_tracker(name, Path(), config, options) for name, options in monitors.items()]
+            for name, options in monitors.items():
+                own = {key: value for key, value in options.items() if key != SAMPLES_LOG_INTERVAL}
+                tracker = open_tracker(name, Path(), config, own)
+                self._trackers.append(_Spaced(tracker, int(options.get(SAMPLES_LOG_INTERVAL) or 0)))
 
     def begin(self) -> None:
         """What is written next comes after the samples there are; the first `write_events` does so by itself."""
         if not self._has_begun:
             self._has_begun = True
-            for tracker in self._trackers:
-                tracker.begin(self._samples())
+            for spaced in self._trackers:
+                spaced.begin(self._samples())
 
     def begin_anew(self) -> None:
         """A checkpoint was loaded, and training goes on from its samples."""
@@ -55,10 +60,33 @@ class Monitor:
         for name, value, samples in event_list:
             by_samples.setdefault(int(samples), {})[name] = float(value)
         for samples, values in by_samples.items():
-            for tracker in self._trackers:
-                tracker.log(samples, values)
+            for spaced in self._trackers:
+                spaced.log(samples, values)
 
     def close(self) -> None:
         """May be called twice."""
-        for tracker in self._trackers:
-            tracker.close(failed=False)
+        for spaced in self._trackers:
+            spaced.tracker.close(failed=False)
+
+
+class _Spaced:
+    """A tracker that is told each event again after so many `samples`."""
+
+    def __init__(self, tracker: Tracker, samples: int) -> None:
+        self.tracker = tracker
+        self._distance = samples
+        self._told: dict[str, int] = {}
+
+    def begin(self, samples: int) -> None:
+        self._told.clear()
+        self.tracker.begin(samples)
+
+    def log(self, samples: int, values: Mapping[str, float]) -> None:
+        due = {
+            name: value
+            for name, value in values.items()
+            if name not in self._told or samples - self._told[name] >= self._distance
+        }
+        if due:
+            self._told |= dict.fromkeys(due, samples)
+            self.tracker.log(samples, due)
