@@ -107,7 +107,13 @@ class EngineTraining(EngineReports):
         return evaluate(self._sharded, batch, target, loss_fn)
 
     def log(
-        self, values: Mapping[str, Any], *, kind: str = "step", tokens: int = 0, samples: int = 0
+        self,
+        values: Mapping[str, Any],
+        *,
+        kind: str = "step",
+        tokens: int = 0,
+        samples: int = 0,
+        mean: bool = True,
     ) -> dict[str, float]:
         """Say `values` of the step that was just taken: numbers, or tensors of one element, such as a loss.
 
@@ -117,6 +123,10 @@ class EngineTraining(EngineReports):
         what this rank's batches had since the last call; throughput is worked out from them. Another `kind`, such as
         `"validation"`, is a line of its own.
 
+        With `mean=False` the values of rank 0 are written as they are, for a loop that has brought them together
+        itself: other ranks may give others, or none, and each is returned its own. A line of another kind sends nothing
+        then, and rank 0 may call alone.
+
         Raises `ConfigError` for what is not a number, or for names that differ from rank to rank.
         """
         self._require_open()
@@ -125,7 +135,9 @@ class EngineTraining(EngineReports):
             assert self._run_log is not None
             self._run_log.follow(self._sharded)
         log = self._run_log
-        return self._asking(lambda: log.log(values, kind, tokens, samples))
+        if not mean and kind != "step":
+            return log.note(values, kind)
+        return self._asking(lambda: log.log(values, kind, tokens, samples, mean=mean))
 
     def can_leave_out(self) -> bool:
         """Whether a loader follows that can go on behind a batch; with one that cannot they would part."""

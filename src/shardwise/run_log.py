@@ -138,18 +138,32 @@ class RunLog:
 
     # -- what is said -------------------------------------------------------------------------------------
 
-    def log(self, values: Mapping[str, Any], kind: str, tokens: int, samples: int) -> dict[str, float]:
+    def note(self, values: Mapping[str, Any], kind: str) -> dict[str, float]:
+        """A line of rank 0's values, as they are. Sends nothing."""
+        sharded = self._sharded
+        assert sharded is not None
+        numbers, step = numbers_of(values), sharded.progress.num_steps
+        if self._world.rank == 0:
+            self._begin(sharded, step)
+            self._write(kind, step, numbers)
+        return numbers
+
+    def log(
+        self, values: Mapping[str, Any], kind: str, tokens: int, samples: int, *, mean: bool = True
+    ) -> dict[str, float]:
         """See `Engine.log`."""
         sharded = self._sharded
         assert sharded is not None
         numbers = numbers_of(values)
         is_step = kind == "step"
         lap = self._world.journal.clock.lap() if is_step else Lap(0.0, 0.0, {})
-        mine = self._told(sharded, numbers, tokens, samples, lap)
+        mine = self._told(sharded, numbers if mean else {}, tokens, samples, lap)
         told = [Told.of(message) for message in self._world.exchange(mine.message(), "log")]
         check_names(told)
-        weights = [one.weight for one in told]
-        means = {name: mean_of([one.values[name] for one in told], weights) for name in numbers}
+        means = numbers
+        if mean:
+            weights = [one.weight for one in told]
+            means = {name: mean_of([one.values[name] for one in told], weights) for name in numbers}
         step = sharded.progress.num_steps
         if self._world.rank == 0:
             self._begin(sharded, step)

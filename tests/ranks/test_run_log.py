@@ -210,6 +210,34 @@ def test_a_new_run_that_logs_late_keeps_nothing_of_an_older_one(tmp_path: Path) 
     assert not lines(tmp_path, "resume")
 
 
+def test_what_a_loop_has_brought_together_is_written_as_it_is(tmp_path: Path) -> None:
+    """Ranks that say different things, and lines that rank 0 writes alone."""
+    made = models(2)
+
+    def train(world: sw.World) -> list[dict[str, float]]:
+        said = []
+        with engine_of(made[world.rank], world, tmp_path, trackers=["jsonl", "csv"]) as engine:
+            for step in (1, 2):
+                engine.train_step(batch(step, world.rank), loss_fn=loss_of)
+                own = {"loss": 0.5 * step} if world.rank == 0 else {"other": 3.0}
+                said.append(engine.log(own, tokens=10, mean=False))
+                if world.rank == 0:
+                    said.append(engine.log({"loss": 0.25}, kind="validation", mean=False))
+                with pytest.raises(ConfigError, match="name is 'text'"):
+                    engine.log({"name": "text"}, kind="validation", mean=False)
+        return said
+
+    first, second = run_ranks(2, train)
+    assert first == [{"loss": 0.5}, {"loss": 0.25}, {"loss": 1.0}, {"loss": 0.25}]
+    assert second == [{"other": 3.0}] * 2
+    steps = lines(tmp_path, "step")
+    assert [(line["loss"], line["tokens"]) for line in steps] == [(0.5, 20), (1.0, 40)]
+    assert all(line["seconds"] > 0 and "other" not in line for line in steps)
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path, "validation")] == [(1, 0.25), (2, 0.25)]
+    assert [row["validation/loss"] for row in table(tmp_path / "metrics.csv")] == ["", "0.25", "", "0.25"]
+    assert len(lines(tmp_path, "ranks")[-1]["ranks"]) == 2
+
+
 def test_what_ends_a_run_is_kept_by_every_rank(tmp_path: Path) -> None:
     run, made = tmp_path / "run", models(2)
 
