@@ -65,6 +65,7 @@ class RunLog:
         self._last_step = self._tokens = 0
         self._has_begun = False
         self._began_after: int | None = None
+        self._noted = -1
         self._since = Since()
         self._ranks_at = 0.0
         self._memory: list[dict[str, Any]] = []
@@ -83,6 +84,9 @@ class RunLog:
         if self._world.rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        self._open_trackers(folder)
+
+    def _open_trackers(self, folder: Path) -> None:
         said = {name: value for name, value in self._plan.model_dump(mode="json").items() if value is not None}
         config = {"world_size": self._world.size, **said}
         self._trackers = [
@@ -109,32 +113,28 @@ class RunLog:
         if self._record is not None:
             self._record.close()
             self._record = None
-        self._has_begun, self._began_after = False, None
+        self._has_begun, self._began_after, self._noted = False, None, -1
         self._memory = []
         if self._records_step and self._sharded is not None:
             self._sharded.timeline.stop()
         self._records_step, self._events, self._has_timeline = False, None, True
         if self._folder is not None and world.rank == 0 and not was_first:
-            said = {name: value for name, value in self._plan.model_dump(mode="json").items() if value is not None}
-            config = {"world_size": world.size, **said}
-            self._trackers = [
-                open_tracker(name, self._folder, config, options)
-                for name, options in self._wanted.items()
-                if name != "jsonl"
-            ]
+            self._open_trackers(self._folder)
         self.follow(sharded)
 
     def _note_step(self) -> None:
         sharded = self._sharded
         assert sharded is not None
-        if self._began_after is None:
-            self._began_after = sharded.progress.num_steps - 1
+        step = sharded.progress.num_steps
+        if step != self._noted + 1:  # the first one here, or after a checkpoint was resumed
+            self._began_after = step - 1
+        self._noted = step
         if sharded.optimizer is not None:
             lr = sharded.optimizer.members[0].param_groups[0].get("lr")
             self._lr = float(lr) if lr is not None else None
         if self._records_step:
             self._records_step, self._events = False, sharded.timeline.stop()
-        self.profile.note_step(sharded.progress.num_steps)
+        self.profile.note_step(step)
 
     # -- what is said -------------------------------------------------------------------------------------
 

@@ -194,20 +194,29 @@ def test_a_table_is_read_after_a_crash_and_that_of_others_is_left_alone(tmp_path
 
 
 def test_a_new_run_that_logs_late_keeps_nothing_of_an_older_one(tmp_path: Path) -> None:
-    """The record begins after the last step that was taken elsewhere, and not before the first one that is logged."""
-    made = models(2)
+    """The record begins after the last step that was taken elsewhere, and not before the first one that is logged: also
+    where steps were taken before a checkpoint is resumed."""
+    made, run, kept = models(3), tmp_path / "run", tmp_path / "kept"
 
-    def train(model: nn.Module, steps: range, every: int) -> None:
-        with engine_of(model, sw.World.join(environment={}), tmp_path) as engine:
+    def train(model: nn.Module, steps: range, every: int, resumed: bool = False) -> None:
+        with engine_of(model, sw.World.join(environment={}), run) as engine:
+            if resumed:
+                engine.train_step(batch(0, 0), loss_fn=loss_of)
+                engine.resume(kept)
             for step in steps:
                 engine.train_step(batch(step, 0), loss_fn=loss_of)
                 if step % every == 0:
-                    engine.log({"loss": 1.0})
+                    engine.log({"loss": float(every)})
+                if step == 4 and not resumed:
+                    engine.save(kept)
 
     train(made[0], range(1, 4), 1)
     train(made[1], range(1, 7), 3)
-    assert [line["step"] for line in lines(tmp_path, "step")] == [3, 6]
-    assert not lines(tmp_path, "resume")
+    assert [(line["step"], line["loss"]) for line in lines(run, "step")] == [(3, 3.0), (6, 3.0)]
+    assert not lines(run, "resume")
+    train(made[2], range(5, 9), 2, resumed=True)
+    assert [(line["step"], line["loss"]) for line in lines(run, "step")] == [(3, 3.0), (6, 2.0), (8, 2.0)]
+    assert [line["step"] for line in lines(run, "resume")] == [4]
 
 
 def test_what_a_loop_has_brought_together_is_written_as_it_is(tmp_path: Path) -> None:
