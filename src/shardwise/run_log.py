@@ -66,6 +66,8 @@ class RunLog:
         self._has_begun = False
         self._began_after: int | None = None
         self._noted = -1
+        self._goes_on = world.is_newcomer
+        """Whether steps are taken again that were logged before."""
         self._since = Since()
         self._ranks_at = 0.0
         self._memory: list[dict[str, Any]] = []
@@ -113,7 +115,7 @@ class RunLog:
         if self._record is not None:
             self._record.close()
             self._record = None
-        self._has_begun, self._began_after, self._noted = False, None, -1
+        self._has_begun, self._goes_on = False, True
         self._memory = []
         if self._records_step and self._sharded is not None:
             self._sharded.timeline.stop()
@@ -166,7 +168,7 @@ class RunLog:
             means = {name: mean_of([one.values[name] for one in told], weights) for name in numbers}
         step = sharded.progress.num_steps
         if self._world.rank == 0:
-            self._begin(sharded, step)
+            self._begin(sharded, step - 1 if is_step else step)
             line = self._step_line(sharded, told, means, step) if is_step else means
             self._write(kind, step, line)
             if is_step:
@@ -266,11 +268,12 @@ class RunLog:
             self._record.write("memory", step=step, ranks=rows)
 
     def _begin(self, sharded: ShardedModel, step: int) -> None:
-        """Rank 0 begins with the first thing that is logged, when it is known after which step that is."""
+        """Rank 0 begins with the first thing that is logged, which says what comes after `step`, or after the last step
+        that was taken elsewhere, if that is less."""
         if self._has_begun:
             return
         self._has_begun = True
-        after = step if self._began_after is None else self._began_after
+        after = step if self._goes_on or self._began_after is None else self._began_after
         for tracker in self._trackers:
             tracker.begin(after)
         self._open_record(sharded, after)

@@ -77,7 +77,8 @@ def open_tracker(name: str, folder: Path, config: Mapping[str, Any], options: Op
     try:
         return _KINDS[name](folder, config, options)
     except TypeError as error:
-        raise ConfigError(f"trackers: {name} does not take these options ({dict(options)}): {error}.") from error
+        shown = {key: "..." if key == "api_key" else value for key, value in options.items()}
+        raise ConfigError(f"trackers: {name} does not take these options ({shown}): {error}.") from error
 
 
 class CSV(Tracker):

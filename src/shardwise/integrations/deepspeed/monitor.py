@@ -24,25 +24,36 @@ class Monitor:
     """Events by name against samples, as DeepSpeed's `MonitorMaster` takes them. Rank 0 writes."""
 
     def __init__(
-        self, monitors: Mapping[str, Options], rank: int, samples: Callable[[], int], config: Mapping[str, Any]
+        self,
+        monitors: Mapping[str, Options],
+        rank: Callable[[], int],
+        samples: Callable[[], int],
+        config: Mapping[str, Any],
     ) -> None:
-        """`samples()` is how many have been trained on; `config` describes the run.
+        """`rank()` is this rank, which an elastic job may change; `samples()` is how many have been trained on;
+        `config` describes the run.
 
         Raises `ConfigError` for a file that is there and is no table of ours.
         """
         self.enabled = bool(monitors)
-        self._samples = samples
+        self._monitors, self._config = monitors, config
+        self._rank, self._samples = rank, samples
         self._has_begun = False
         self._trackers: list[_Spaced] = []
-        if rank == 0:
-            for name, options in monitors.items():
-                own = {key: value for key, value in options.items() if key != SAMPLES_LOG_INTERVAL}
-                tracker = open_tracker(name, Path(), config, own)
-                self._trackers.append(_Spaced(tracker, int(options.get(SAMPLES_LOG_INTERVAL) or 0)))
+        self._open()
+
+    def _open(self) -> None:
+        if self._rank() != 0 or self._trackers:
+            return
+        for name, options in self._monitors.items():
+            own = {key: value for key, value in options.items() if key != SAMPLES_LOG_INTERVAL}
+            tracker = open_tracker(name, Path(), self._config, own)
+            self._trackers.append(_Spaced(tracker, int(options.get(SAMPLES_LOG_INTERVAL) or 0)))
 
     def begin(self) -> None:
         """What is written next comes after the samples there are; the first `write_events` does so by itself."""
-        if not self._has_begun:
+        self._open()
+        if self._trackers and not self._has_begun:
             self._has_begun = True
             for spaced in self._trackers:
                 spaced.begin(self._samples())
@@ -53,9 +64,9 @@ class Monitor:
 
     def write_events(self, event_list: Iterable[Event]) -> None:
         """Write events `(name, value, samples)`, those of as many samples together. Any rank may call."""
+        self.begin()
         if not self._trackers:
             return
-        self.begin()
         by_samples: dict[int, dict[str, float]] = {}
         for name, value, samples in event_list:
             by_samples.setdefault(int(samples), {})[name] = float(value)
