@@ -145,7 +145,8 @@ def trained_by(config: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 def test_the_monitors_of_a_deepspeed_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    pytest.importorskip("wandb").teardown()  # it has read the environment before
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # it has read the environment before
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -156,6 +157,7 @@ def test_the_monitors_of_a_deepspeed_config(tmp_path: Path, monkeypatch: pytest.
     for name, wanted in (("Train/Samples/train_loss", losses), ("Train/Samples/lr", rates)):
         told = [(event.step, event.value) for event in events.Scalars(name)]
         assert told == [(4 * step, pytest.approx(value, rel=1e-6)) for step, value in enumerate(wanted, 1)]
+    wandb.teardown()  # its process writes the file, and has ended then
     (written,) = Path("wandb").glob("offline-run-*/run-*.wandb")
     data = written.read_bytes()
     assert b"much" in data
