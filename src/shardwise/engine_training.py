@@ -107,7 +107,13 @@ class EngineTraining(EngineSequences):
         return evaluate(self._sharded, batch, target, loss_fn)
 
     def log(
-        self, values: Mapping[str, Any], *, kind: str = "step", tokens: int = 0, samples: int = 0
+        self,
+        values: Mapping[str, Any],
+        *,
+        kind: str = "step",
+        tokens: int = 0,
+        samples: int = 0,
+        mean: bool = True,
     ) -> dict[str, float]:
         """Say `values` of the step that was just taken: numbers, or tensors of one element, such as a loss.
 
@@ -117,6 +123,10 @@ class EngineTraining(EngineSequences):
         what this rank's batches had since the last call; throughput is worked out from them. Another `kind`, such as
         `"validation"`, is a line of its own. What is said in a void iteration (`num_void`) is not written; a rank that
         has come to others, and begun no iteration yet, says nothing, and gets its own numbers.
+
+        With `mean=False` the values of rank 0 are written as they are, for a loop that has brought them together
+        itself: other ranks may give others, or none, and each is returned its own. A line of another kind sends nothing
+        then, and rank 0 may call alone.
 
         Raises `ConfigError` for what is not a number, or for names that differ from rank to rank.
         """
@@ -129,7 +139,9 @@ class EngineTraining(EngineSequences):
         if session is not None and session.is_arriving:  # the others have told each other already, and gone on
             return log.numbers_of(values)
         is_void = session.was_void if session is not None else bool
-        return log.log(values, kind, tokens, samples, self._asking, is_void)
+        if not mean and kind != "step":
+            return log.note(values, kind, is_void)
+        return log.log(values, kind, tokens, samples, self._asking, is_void, mean=mean)
 
     def can_leave_out(self) -> bool:
         """Whether a loader follows that can go on behind a batch; with one that cannot they would part."""

@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,9 @@ class RunLog:
         self._last_step = self._tokens = 0
         self._has_begun = False
         self._began_after: int | None = None
+        self._noted = -1
+        self._goes_on = world.is_newcomer
+        """Whether steps are taken again that were logged before."""
         self._since = Since()
         self._ranks_at = 0.0
         self._memory: list[dict[str, Any]] = []
@@ -85,6 +88,9 @@ class RunLog:
         if self._world.rank != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
+        self._open_trackers(folder)
+
+    def _open_trackers(self, folder: Path) -> None:
         said = {name: value for name, value in self._plan.model_dump(mode="json").items() if value is not None}
         config = {"world_size": self._world.size, **said}
         self._trackers = [
@@ -111,34 +117,48 @@ class RunLog:
         if self._record is not None:
             self._record.close()
             self._record = None
-        self._has_begun, self._began_after = False, None
+        self._has_begun, self._goes_on = False, True
         self._memory = []
         self._timeline.give_up()  # it went with the former model
         if self._folder is not None and world.rank == 0 and not was_first:
-            said = {name: value for name, value in self._plan.model_dump(mode="json").items() if value is not None}
-            config = {"world_size": world.size, **said}
-            self._trackers = [
-                open_tracker(name, self._folder, config, options)
-                for name, options in self._wanted.items()
-                if name != "jsonl"
-            ]
+            self._open_trackers(self._folder)
         self.follow(sharded)
 
     def _note_step(self) -> None:
         sharded = self._sharded
         assert sharded is not None
-        if self._began_after is None:
-            self._began_after = sharded.progress.num_steps - 1
+        step = sharded.progress.num_steps
+        if step != self._noted + 1:  # the first one here, or after a checkpoint was resumed
+            self._began_after = step - 1
+        self._noted = step
         if sharded.optimizer is not None:
             lr = sharded.optimizer.members[0].param_groups[0].get("lr")
             self._lr = float(lr) if lr is not None else None
         self._timeline.note_step(sharded)
-        self.profile.note_step(sharded.progress.num_steps)
+        self.profile.note_step(step)
 
     # -- what is said -------------------------------------------------------------------------------------
 
+    def note(self, values: Mapping[str, Any], kind: str, is_void: Callable[[], bool]) -> dict[str, float]:
+        """A line of rank 0's values, as they are. Sends nothing."""
+        sharded = self._sharded
+        assert sharded is not None
+        numbers, step = numbers_of(values), sharded.progress.num_steps
+        if self._world.rank == 0 and not is_void():
+            self._begin(sharded, step)
+            self._write(Said(kind, step, numbers, {}, 0))
+        return numbers
+
     def log(
-        self, values: Mapping[str, Any], kind: str, tokens: int, samples: int, ask: Ask, is_void: Callable[[], bool]
+        self,
+        values: Mapping[str, Any],
+        kind: str,
+        tokens: int,
+        samples: int,
+        ask: Ask,
+        is_void: Callable[[], bool],
+        *,
+        mean: bool = True,
     ) -> dict[str, float]:
         """See `Engine.log`. `is_void` is asked when all have told each other what they log."""
         sharded = self._sharded
@@ -147,17 +167,16 @@ class RunLog:
         is_step = kind == "step"
         lap = self._world.journal.clock.lap() if is_step else Lap(0.0, 0.0, {})
         num_steps = max(1, sharded.progress.num_steps - self._last_step)
-        mine = self._told(sharded, numbers, tokens, samples, lap).message()
+        told_values = numbers if mean or self._world.rank == 0 else {}
+        mine = self._told(sharded, told_values, tokens, samples, lap).message()
         told = [Told.of(message) for message in ask(lambda: self._tell(mine, is_step=is_step))]
-        check_names(told)
-        weights = [one.weight for one in told]
-        means = {name: mean_of([one.values[name] for one in told], weights) for name in numbers}
+        written = _means(told, numbers) if mean else told[0].values
         sharded = self._sharded or sharded  # that of another generation, perhaps
         step = sharded.progress.num_steps
         if is_void():
             self._last_step = step if is_step else self._last_step
-            return means
-        said = Said(kind, step, means, *(self._all_told(sharded, told, num_steps) if is_step else ({}, 0)))
+            return written if mean else numbers
+        said = Said(kind, step, written, *(self._all_told(sharded, told, num_steps) if is_step else ({}, 0)))
         if self._world.rank == 0:
             self._begin(sharded, step - 1 if is_step else step)
             self._write(said)
@@ -168,7 +187,7 @@ class RunLog:
         if is_step:
             self._look_for_slow(sharded, told, step)
             self._last_step = step
-        return means
+        return written if mean else numbers
 
     def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
         """What `log` would take `values` for. This rank alone."""
@@ -269,12 +288,12 @@ class RunLog:
             self._record.write("memory", step=step, ranks=rows)
 
     def _begin(self, sharded: ShardedModel, step: int) -> None:
-        """Rank 0 begins with the first thing that is logged, when it is known after which step that is: `step`, if none
-        has been taken yet."""
+        """Rank 0 begins with the first thing that is logged, which says what comes after `step`, or after the last step
+        that was taken elsewhere, if that is less."""
         if self._has_begun:
             return
         self._has_begun = True
-        after = step if self._began_after is None else self._began_after
+        after = step if self._goes_on or self._began_after is None else self._began_after
         for tracker in self._trackers:
             tracker.begin(after)
         self._open_record(sharded, after)
@@ -337,6 +356,12 @@ class RunLog:
             self._record.close()
         for tracker in self._trackers:
             tracker.close(failed=error is not None)
+
+
+def _means(told: list[Told], names: Collection[str]) -> dict[str, float]:
+    check_names(told)
+    weights = [one.weight for one in told]
+    return {name: mean_of([one.values[name] for one in told], weights) for name in names}
 
 
 def _closer(log: weakref.ref[RunLog]) -> Callable[[], None]:

@@ -93,7 +93,7 @@ def main():
         config = {
             "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "gradient_accumulation_steps": "auto",
             "gradient_clipping": 0.5, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"},
-            "bf16": {"enabled": "auto"},
+            "bf16": {"enabled": "auto"}, "csv_monitor": {"enabled": True, "output_path": "nowhere"},
             "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
         }  # fmt: skip
     told["loop"] = loop(config)

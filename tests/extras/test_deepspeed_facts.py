@@ -27,6 +27,7 @@ SECTIONS = {
     "tensorboard": ("deepspeed.monitor.config", "TensorBoardConfig"),
     "csv_monitor": ("deepspeed.monitor.config", "CSVConfig"),
     "wandb": ("deepspeed.monitor.config", "WandbConfig"),
+    "comet": ("deepspeed.monitor.config", "CometConfig"),
 }
 OTHERWISE = {
     "zero_optimization.stage3_model_persistence_threshold",  # theirs is the largest integer

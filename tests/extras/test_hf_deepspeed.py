@@ -44,8 +44,9 @@ AUTO: dict[str, Any] = {
     },
     "steps_per_print": 2000,
     "wall_clock_breakdown": False,
+    "csv_monitor": {"enabled": True, "output_path": "nowhere"},
 }
-"""As in the documentation of Transformers, without a scheduler."""
+"""As in the documentation of Transformers, without a scheduler, and with a monitor."""
 
 
 def plain(arguments: list[str]) -> None:
@@ -88,6 +89,9 @@ def test_an_unmodified_script_with_its_own_deepspeed_options(tmp_path: Path) -> 
     assert told["deepspeed"] == str(tmp_path / "ds.json")
     assert (ours / "checkpoint-2" / "shardwise").is_dir()
     assert "zero_optimization.overlap_comm: not needed" in done.stdout
+    assert "csv_monitor.enabled: had elsewhere; Trainer tells whom report_to of TrainingArguments names" in done.stdout
+    assert "csv_monitor.enabled: had elsewhere; accelerator.log tells whom log_with of Accelerator names" in done.stdout
+    assert not Path("nowhere").exists()
 
 
 def test_sections_of_a_config_and_what_contradicts_them(tmp_path: Path) -> None:

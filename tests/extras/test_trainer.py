@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ import trainer_jobs as jobs
 from rank_processes import begin, on_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+from shardwise.cli.main import main
+from shardwise.monitor import read_record
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -112,6 +117,57 @@ def test_callbacks_and_the_users_optimizer() -> None:
     assert ours["seen"][1:] == plain["seen"]  # ours was evaluated by the same Trainer before
     for name in ("gradients", "before", "predictions", "test_loss"):
         torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(plain[name]), **CLOSE)
+
+
+def test_its_trackers_and_our_record_are_told_by_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TensorBoard by report_to, a callback, and the run of the plan; then from a checkpoint at another size."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = tmp_path / "run"
+    plan = {"preset": "zero3", "run": str(run), "trackers": ["jsonl", "csv"]}
+    plain = begin(2, jobs.watched, None, str(tmp_path / "plain"))
+    first, second = on_ranks(2, jobs.watched, plan, str(tmp_path / "ours"))
+    told, expected = first["told"], plain()[0]
+    assert second["told"] == []
+    assert first["num_params"] == expected["num_params"]
+    names = [sorted(name for name in one if not name.endswith(("runtime", "second"))) for one in told]
+    assert names == [
+        sorted(name for name in one if not name.endswith(("runtime", "second"))) for one in expected["told"]
+    ]
+    losses = {one["step"]: one["loss"] for one in told if "loss" in one}
+    evaluations = {one["step"]: one["eval_loss"] for one in told if "eval_loss" in one}
+    assert list(losses.values()) == pytest.approx([one["loss"] for one in expected["told"] if "loss" in one], abs=1e-5)
+
+    (written,) = (tmp_path / "ours").glob("runs/**/events.out.tfevents.*")  # of rank 0 alone
+    events = accumulator.EventAccumulator(str(written))
+    events.Reload()
+    for name, wanted in (("train/loss", losses), ("eval/loss", evaluations), ("train/mine", {3: 7.0})):
+        assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(wanted, rel=1e-6)
+
+    record = read_record(run / "record.jsonl")
+    assert dict(record.column("loss")) == losses
+    assert dict(record.column("loss", "validation")) == evaluations
+    assert record.column("mine", "log") == [(3, 7.0)]
+    assert [step for step, _ in record.column("loss", "train")] == [6]
+    for name in ("grad_norm", "learning_rate", "epoch"):
+        assert dict(record.column(name)) == {one["step"]: one[name] for one in told if "loss" in one}
+    assert dict(record.column("norm")) == pytest.approx(dict(record.column("grad_norm")))
+    assert all(seconds > 0 for _, seconds in record.column("seconds"))
+    assert main(["top", str(run), "--once", "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert (state["status"], state["step"], state["loss"], len(state["ranks"])) == ("ended", 6, losses[6], 2)
+    assert main(["report", str(run)]) == 0
+
+    (again,) = on_ranks(1, jobs.watched, plan, str(tmp_path / "ours"), resumed=True)
+    record = read_record(run / "record.jsonl")
+    assert [step for step, _ in record.column("loss")] == [2, 4, 6]
+    assert dict(record.column("loss"))[6] == again["told"][0]["loss"] != losses[6]
+    with (run / "metrics.csv").open(newline="") as file:
+        rows = [(int(row["step"]), row["loss"], row["validation/loss"]) for row in csv.DictReader(file)]
+    assert rows[0] == (2, str(losses[2]), "")
+    assert [step for step, loss, _ in rows if loss] == [2, 4, 6]
+    evaluations |= {one["step"]: one["eval_loss"] for one in again["told"] if "eval_loss" in one}
+    assert {step: float(loss) for step, _, loss in rows if loss} == evaluations
+    assert dict(record.column("loss", "validation")) == evaluations
 
 
 def test_resumed_at_the_same_and_at_another_world_size(tmp_path: Path) -> None:

@@ -191,6 +191,39 @@ def with_callbacks(plan: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class Listening(transformers.TrainerCallback):
+    """Notes who is told of what, and says a word of its own on rank 0 alone."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.told: list[dict[str, Any]] = []
+        self.num_params = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.num_params = given["model"].num_parameters()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if state.is_world_process_zero:
+            self.told.append({**logs, "step": state.global_step})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3 and state.is_world_process_zero:
+            self.trainer.log({"mine": 7.0})
+
+
+def watched(plan: Any, folder: str, resumed: bool = False) -> dict[str, Any]:
+    """Six steps that TensorBoard and a callback are told of; or the last two of them, from a checkpoint."""
+    listening = Listening()
+    settings = {"report_to": ["tensorboard"], "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4}
+    more = {"save_strategy": "no" if resumed else "steps", "save_steps": 4, "max_steps": 6}
+    trainer = make(plan, "llama", folder, callbacks=[listening], **settings, **more)
+    listening.trainer = trainer
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4" if resumed else None)
+    if plan is not None:
+        trainer.accelerator.release()
+    return {"told": listening.told, "num_params": listening.num_params}
+
+
 SAVING: dict[str, Any] = {
     "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
     "save_steps": 2, "load_best_model_at_end": True, "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_steps": 6,

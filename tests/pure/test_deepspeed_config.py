@@ -204,13 +204,15 @@ def test_monitors_become_trackers_with_places_of_their_own() -> None:
         "tensorboard": {"enabled": True, "output_path": "logs/tb", "job_name": "first"},
         "csv_monitor": {"enabled": True},
         "wandb": {"enabled": True, "team": "ours", "project": "much"},
+        "comet": {"enabled": True, "workspace": "ours", "experiment_name": "first", "online": False},
     }
     read = read_config(config, world_size=1)
-    offered = {"name": None, "mode": None, "dir": None}
+    theirs = {"project": None, "api_key": None, "experiment_key": None, "mode": None, "offline_directory": None}
     assert read.monitors == {
         "tensorboard": {"log_dir": "logs/tb/first"},
         "csv": {"file": "DeepSpeedJobName/metrics.csv"},
-        "wandb": {"project": "much", "entity": "ours", **offered},
+        "wandb": {"project": "much", "entity": "ours", "group": None, "name": None, "mode": None, "dir": None},
+        "comet": {"workspace": "ours", "name": "first", "online": False, "samples_log_interval": 100, **theirs},
     }
     assert read.report() == ""
     assert read.report(monitors_by="report_to has them").splitlines() == [

@@ -16,6 +16,7 @@ from torch import nn
 import shardwise as sw
 import shardwise.integrations.deepspeed as deepspeed
 from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.integrations.deepspeed.monitor import Monitor
 from shardwise.testing import run_ranks
 from tests.ranks.twins import VOCAB, Transformer
 
@@ -276,6 +277,21 @@ def test_a_monitor_is_told_of_the_loss_scale(tmp_path: Path) -> None:
     rows = events(tmp_path / "DeepSpeedJobName" / "metrics.csv")
     assert [row["Train/Samples/loss_scale"] for row in rows] == [16.0, 16.0]
     assert not any("Train/Samples/train_loss" in row for row in rows)
+
+
+def test_whoever_becomes_rank_0_goes_on_with_the_events(tmp_path: Path) -> None:
+    path, ranks, samples = tmp_path / "metrics.csv", [0, 1], [0]
+    monitors = [
+        Monitor({"csv": {"file": str(path)}}, lambda own=own: ranks[own], lambda: samples[0], {}) for own in range(2)
+    ]
+    for number in (4, 8, 12):
+        if number == 12:
+            ranks[:] = [-1, 0]  # the first is gone
+        for monitor in monitors:
+            monitor.begin()
+            monitor.write_events([("loss", float(monitors.index(monitor)), number)])
+        samples[0] = number
+    assert [(row["step"], row["loss"]) for row in events(path)] == [(4, 0), (8, 0), (12, 1)]
 
 
 def test_monitors_that_cannot_be_had_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,10 @@ def pairs(world: sw.World | None) -> Names:
     return {"data": [(torch.randn(2, 3, 16), torch.randn(2, 3, 16))] * 2, "world": world}
 
 
+def a_monitored_script(world: sw.World | None) -> Names:
+    return {"deepspeed": deepspeed, "model": Small(), "loader": [BATCH] * 2, "world": world}
+
+
 def a_deepspeed_script(world: sw.World | None) -> Names:
     return {"deepspeed": deepspeed, "data": [torch.randn(2, 8, 16)] * 2, "world": world}
 
@@ -240,6 +244,9 @@ BLOCKS: dict[tuple[str, int], Setting] = {
         a_data_set, num_ranks=2, instead={"    model=model,": "    model=model, world=world,"}
     ),
     ("docs/deepspeed.md", 1): Setting(
+        a_monitored_script, num_ranks=2, instead={"    model=model,": "    model=model, world=world,"}
+    ),
+    ("docs/deepspeed.md", 2): Setting(
         a_deepspeed_script, num_ranks=2, instead={"    model=model, opt": "    model=model, world=world, opt"}
     ),
     ("docs/engine.md", 0): Setting(an_engine, num_ranks=2),

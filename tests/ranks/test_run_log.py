@@ -194,20 +194,57 @@ def test_a_table_is_read_after_a_crash_and_that_of_others_is_left_alone(tmp_path
 
 
 def test_a_new_run_that_logs_late_keeps_nothing_of_an_older_one(tmp_path: Path) -> None:
-    """The record begins after the last step that was taken elsewhere, and not before the first one that is logged."""
-    made = models(2)
+    """The record begins after the last step that was taken elsewhere, and not before the first one that is logged: also
+    where steps were taken before a checkpoint is resumed."""
+    made, run, kept = models(3), tmp_path / "run", tmp_path / "kept"
 
-    def train(model: nn.Module, steps: range, every: int) -> None:
-        with engine_of(model, sw.World.join(environment={}), tmp_path) as engine:
+    def train(model: nn.Module, steps: range, every: int, resumed: bool = False) -> None:
+        with engine_of(model, sw.World.join(environment={}), run) as engine:
+            if resumed:
+                engine.train_step(batch(0, 0), loss_fn=loss_of)
+                engine.resume(kept)
             for step in steps:
                 engine.train_step(batch(step, 0), loss_fn=loss_of)
                 if step % every == 0:
-                    engine.log({"loss": 1.0})
+                    engine.log({"loss": float(every)})
+                if step == 4 and not resumed:
+                    engine.save(kept)
 
     train(made[0], range(1, 4), 1)
     train(made[1], range(1, 7), 3)
-    assert [line["step"] for line in lines(tmp_path, "step")] == [3, 6]
-    assert not lines(tmp_path, "resume")
+    assert [(line["step"], line["loss"]) for line in lines(run, "step")] == [(3, 3.0), (6, 3.0)]
+    assert not lines(run, "resume")
+    train(made[2], range(5, 9), 2, resumed=True)
+    assert [(line["step"], line["loss"]) for line in lines(run, "step")] == [(3, 3.0), (6, 2.0), (8, 2.0)]
+    assert [line["step"] for line in lines(run, "resume")] == [4]
+
+
+def test_what_a_loop_has_brought_together_is_written_as_it_is(tmp_path: Path) -> None:
+    """Ranks that say different things, and lines that rank 0 writes alone."""
+    made = models(2)
+
+    def train(world: sw.World) -> list[dict[str, float]]:
+        said = []
+        with engine_of(made[world.rank], world, tmp_path, trackers=["jsonl", "csv"]) as engine:
+            for step in (1, 2):
+                engine.train_step(batch(step, world.rank), loss_fn=loss_of)
+                own = {"loss": 0.5 * step} if world.rank == 0 else {"other": 3.0}
+                said.append(engine.log(own, tokens=10, mean=False))
+                if world.rank == 0:
+                    said.append(engine.log({"loss": 0.25}, kind="validation", mean=False))
+                with pytest.raises(ConfigError, match="name is 'text'"):
+                    engine.log({"name": "text"}, kind="validation", mean=False)
+        return said
+
+    first, second = run_ranks(2, train)
+    assert first == [{"loss": 0.5}, {"loss": 0.25}, {"loss": 1.0}, {"loss": 0.25}]
+    assert second == [{"other": 3.0}] * 2
+    steps = lines(tmp_path, "step")
+    assert [(line["loss"], line["tokens"]) for line in steps] == [(0.5, 20), (1.0, 40)]
+    assert all(line["seconds"] > 0 and "other" not in line for line in steps)
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path, "validation")] == [(1, 0.25), (2, 0.25)]
+    assert [row["validation/loss"] for row in table(tmp_path / "metrics.csv")] == ["", "0.25", "", "0.25"]
+    assert len(lines(tmp_path, "ranks")[-1]["ranks"]) == 2
 
 
 def test_what_ends_a_run_is_kept_by_every_rank(tmp_path: Path) -> None:
@@ -265,6 +302,10 @@ def test_without_a_folder_nothing_is_written_and_means_come_all_the_same(tmp_pat
     [
         ({"trackers": ["tensorboard"]}, "need a folder to write to"),
         ({"trackers": ["wandb"], "run": "here"}, r"pip install shardwise\[wandb\]"),
+        (
+            {"trackers": ["comet"], "run": "here"},
+            r"the package comet_ml is not installed: pip install shardwise\[comet\]",
+        ),
         ({"profile": {"steps": [2, 3]}}, "no folder for traces"),
         ({"profile": {"steps": [2, 3], "folder": "x", "memory": True}}, "no allocator of cpu"),
     ],

@@ -91,7 +91,7 @@ TensorRule = Annotated[
 Style = Annotated[StyleName, Field(description="a style")]
 
 
-TrackerName = Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "trackio"]
+TrackerName = Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "comet", "trackio"]
 """Who can be told what a run logs: see docs/seeing.md."""
 
 

@@ -47,6 +47,7 @@ class ShardwiseTrainerMixin(_Base):
     def __init__(self, *args: Any, shardwise: PlanLike | None = None, **kwargs: Any) -> None:
         self.plan = sw.load_plan(self.default_plan if shardwise is None else shardwise)
         self._sections = None
+        self._is_step_logged = False
         self._is_planned = shardwise is not None
         super().__init__(*args, **kwargs)
         self._refuse_two_optimizers()
@@ -164,7 +165,19 @@ class ShardwiseTrainerMixin(_Base):
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         if grad_norm is not None and self.control.should_log:
             grad_norm = float(grad_norm)  # on a GPU nobody has waited for it yet
+        self._is_step_logged = self.control.should_log and self.state.global_step > self._globalstep_last_logged
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """See Trainer. Where the plan names a `run`, rank 0 writes into its record what it logs: of a step, of an
+        evaluation (as `validation`), of the whole training (`train`), of the script's own (`log`)."""
+        known = len(self.state.log_history)
+        super().log(logs, *args, **kwargs)
+        is_step, self._is_step_logged = self._is_step_logged, False  # the first one is; an evaluation may follow
+        engine, new = self.engine, self.state.log_history[known:]
+        if engine is not None and engine.plan.run is not None:
+            kind, values = ("step", _numbers(new, "")) if is_step else _kind_of(new)
+            engine.log(values, kind=kind, mean=False)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.engine is None and any(param.requires_grad for param in self.model.parameters()):
@@ -239,6 +252,24 @@ class ShardwiseTrainerMixin(_Base):
     def _resume_engine(self, engine: sw.Engine, checkpoint: str) -> None:
         if engine.resume(Path(checkpoint) / STATE_FOLDER) is None:
             raise CheckpointError(f"{checkpoint}/{STATE_FOLDER} has no checkpoint; was saving cut short? Take another.")
+
+
+def _numbers(entries: list[dict[str, Any]], prefix: str) -> dict[str, float]:
+    """What entries of Trainer's history say in numbers, but the step, which the record has; without `prefix`."""
+    return {
+        name.removeprefix(prefix): float(value)
+        for entry in entries
+        for name, value in entry.items()
+        if isinstance(value, int | float) and name != "step"
+    }
+
+
+def _kind_of(entries: list[dict[str, Any]]) -> tuple[str, dict[str, float]]:
+    """Lines of what kind entries are that are about no single step, and their numbers."""
+    for kind, prefix in (("validation", "eval_"), ("train", "train_")):
+        if any(name.startswith(prefix) for entry in entries for name in entry):
+            return kind, _numbers(entries, prefix)
+    return "log", _numbers(entries, "")
 
 
 def _adapters(model: Any, engine: sw.Engine) -> dict[str, torch.Tensor]:

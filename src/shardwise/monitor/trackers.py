@@ -1,7 +1,8 @@
-"""Who is told what a run logs, besides its record: a CSV file, TensorBoard, Weights & Biases, MLflow, trackio.
+"""Who is told what a run logs, besides its record: a CSV file, TensorBoard, Weights & Biases, MLflow, Comet,
+trackio.
 
-Each is imported where it is used, by rank 0 alone. None of them sends anything unless its options say so: W&B writes
-offline, MLflow and trackio into the folder of the run.
+Each is imported where it is used, by rank 0 alone. None of them sends anything unless its options say so: W&B and Comet
+write offline, MLflow and trackio into the folder of the run.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ from typing import Any, Protocol
 from shardwise.errors import ConfigError
 
 Options = Mapping[str, Any]
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "comet": "comet_ml",
+    "trackio": "trackio",
+}
 """What each needs to be installed, as it is imported."""
 PROJECT = "shardwise"
 _STEP = "step"
+_OF_START = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
+"""Options of `comet_ml.start` itself."""
 
 
 class Tracker(Protocol):
@@ -42,6 +51,11 @@ def check_trackers(trackers: Mapping[str, Options], folder: str | None) -> None:
     if trackers and folder is None:
         raise ConfigError(f"trackers {', '.join(trackers)} need a folder to write to; give it as run, such as runs/1.")
     require_packages(trackers, "trackers names")
+    if "api_key" in trackers.get("comet", {}):
+        raise ConfigError(
+            "trackers: comet: an api_key in the plan would be written down with it, in the record of the run. Set "
+            "COMET_API_KEY in the environment instead."
+        )
 
 
 def require_packages(names: Iterable[str], asking: str) -> None:
@@ -63,7 +77,8 @@ def open_tracker(name: str, folder: Path, config: Mapping[str, Any], options: Op
     try:
         return _KINDS[name](folder, config, options)
     except TypeError as error:
-        raise ConfigError(f"trackers: {name} does not take these options ({dict(options)}): {error}.") from error
+        shown = {key: "..." if key == "api_key" else value for key, value in options.items()}
+        raise ConfigError(f"trackers: {name} does not take these options ({shown}): {error}.") from error
 
 
 class CSV(Tracker):
@@ -192,6 +207,29 @@ class MLflow(Tracker):
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
+class Comet(Tracker):
+    """An experiment of Comet, offline in `comet/` of the run. Options are those of `comet_ml.start`, and of its
+    `ExperimentConfig`."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], options: Options) -> None:
+        module = importlib.import_module("comet_ml")
+        chosen = {"project": PROJECT, "online": False, **options}
+        started = {name: chosen.pop(name) for name in _OF_START if name in chosen}
+        known = {"name": folder.name, "offline_directory": str(folder / "comet"), "display_summary_level": 0}
+        self._experiment = module.start(**started, experiment_config=module.ExperimentConfig(**{**known, **chosen}))
+        self._experiment.log_parameters(_flat(config))
+        self._is_open = True
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._experiment.log_metrics(dict(values), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._experiment.log_other("failed", failed)
+            self._experiment.end()
+
+
 class Trackio(Tracker):
     """A run of trackio, in `trackio/` of the run. Options are those of `trackio.init`."""
 
@@ -215,6 +253,7 @@ _KINDS: dict[str, Callable[[Path, Mapping[str, Any], Options], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "mlflow": MLflow,
+    "comet": Comet,
     "trackio": Trackio,
 }
 

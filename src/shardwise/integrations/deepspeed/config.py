@@ -23,8 +23,11 @@ from shardwise.integrations.deepspeed.fields import (
 
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _NUM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_TRACKERS = {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb"}
+_TRACKERS = {"tensorboard": "tensorboard", "csv_monitor": "csv", "wandb": "wandb", "comet": "comet"}
 _ENABLED = {f"{section}.enabled": tracker for section, tracker in _TRACKERS.items()}
+_OF_COMET = ("project", "workspace", "api_key", "experiment_key", "mode")
+SAMPLES_LOG_INTERVAL = "samples_log_interval"
+"""An option of `Reading.monitors` that is no tracker's own: so many samples lie between two values of one event."""
 _PRESETS = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 
 
@@ -180,12 +183,12 @@ class _Values:
             raise ConfigError(f"{path} is {value!r}; it has to be a whole number from 1 on.")
         return value
 
-    def text(self, path: str) -> str:
-        """What is set, or nothing."""
+    def text(self, path: str) -> str | None:
+        """Text, or `None` where it is not set."""
         value = self.get(path)
         if value is not None and not isinstance(value, str):
             raise ConfigError(f"{path} is {value!r}, which is not text.")
-        return value or ""
+        return value
 
     def named(self, section: str) -> Named | None:
         name = self.get(f"{section}.type")
@@ -256,21 +259,32 @@ def _asks_for_something(value: object) -> bool:
 
 
 def _monitors(values: _Values) -> dict[str, dict[str, Any]]:
-    """What of our trackers is told, and its options."""
-    enabled = [section for section in _TRACKERS if values.flag(f"{section}.enabled")]
-    found: dict[str, dict[str, Any]] = {}
-    for section in enabled:
-        if section == "wandb":
-            named = {name: values.text(f"wandb.{name}") for name in ("project", "group", "team")}
-            options = {"project": named["project"], "group": named["group"], "entity": named["team"]}
-            said = {name: value for name, value in options.items() if value}
-            # as W&B itself has it: its folder, a name of its choice, and online unless WANDB_MODE says otherwise
-            found["wandb"] = {**said, "name": None, "mode": None, "dir": None}
-        else:
-            folder = Path(values.text(f"{section}.output_path")) / values.text(f"{section}.job_name")
-            is_table = section == "csv_monitor"
-            found[_TRACKERS[section]] = {"file": str(folder / "metrics.csv")} if is_table else {"log_dir": str(folder)}
-    return found
+    """Who of our trackers is told, and its options: where W&B and Comet write to, they choose themselves, and both are
+    online unless the config or the environment says otherwise."""
+    options: dict[str, dict[str, Any]] = {
+        "tensorboard": {"log_dir": str(_job_folder(values, "tensorboard"))},
+        "csv": {"file": str(_job_folder(values, "csv_monitor") / "metrics.csv")},
+        "wandb": {
+            "project": values.text("wandb.project"),
+            "group": values.text("wandb.group"),
+            "entity": values.text("wandb.team"),
+            "name": None,
+            "mode": None,
+            "dir": None,
+        },
+        "comet": {
+            "name": values.text("comet.experiment_name"),
+            "online": values.get("comet.online"),
+            "offline_directory": None,
+            SAMPLES_LOG_INTERVAL: values.count(f"comet.{SAMPLES_LOG_INTERVAL}"),
+            **{name: values.text(f"comet.{name}") for name in _OF_COMET},
+        },
+    }
+    return {name: options[name] for section, name in _TRACKERS.items() if values.flag(f"{section}.enabled")}
+
+
+def _job_folder(values: _Values, section: str) -> Path:
+    return Path(values.text(f"{section}.output_path") or "") / (values.text(f"{section}.job_name") or "")
 
 
 def _set_precision(plan: dict[str, Any], values: _Values) -> None:

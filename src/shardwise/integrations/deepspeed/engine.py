@@ -68,7 +68,7 @@ class DeepSpeedEngine(Facts, nn.Module):
         described = {name: value for name, value in engine.plan.model_dump(mode="json").items() if value is not None}
         self.monitor = Monitor(
             reading.monitors,
-            engine.world.rank,
+            lambda: engine.world.rank,
             _samples_of(self),
             {"world_size": engine.world.size, "train_batch_size": reading.global_batch, **described},
         )

@@ -268,6 +268,19 @@ MONITORS = {
     "tensorboard": _JOB,
     "csv_monitor": _JOB,
     "wandb": _all(_HONOURED, "", enabled=False, group=None, team=None, project="deepspeed"),
+    "comet": _all(
+        _HONOURED,
+        "",
+        enabled=False,
+        samples_log_interval=100,
+        project=None,
+        workspace=None,
+        api_key=None,
+        experiment_name=None,
+        experiment_key=None,
+        online=None,
+        mode=None,
+    ),
 }
 """Sections that say who is told of the training: see `monitor.py`."""
 
@@ -320,7 +333,6 @@ _SECTIONS = {
 
 ELSEWHERE_SECTIONS = {
     "comms_logger": "`shardwise explain` prints what is sent, and engine.timeline(path) when",
-    "comet": "there is no tracker for Comet; enable tensorboard, csv_monitor or wandb",
     "flops_profiler": "run torch.profiler beside it; actions are named there",
     "timers": "the progress line has the throughput",
     "autotuning": "`budget` and `shardwise explain` choose before a step is run",

@@ -1,4 +1,5 @@
-"""`engine.monitor`: what DeepSpeed's sections `tensorboard`, `wandb` and `csv_monitor` are told, by our trackers."""
+"""`engine.monitor`: what DeepSpeed's sections `tensorboard`, `wandb`, `comet` and `csv_monitor` are told, by our
+trackers."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.integrations.deepspeed.config import SAMPLES_LOG_INTERVAL
 from shardwise.monitor.trackers import Options, Tracker, open_tracker, require_packages
 
 Event = tuple[str, Any, int]
@@ -22,25 +24,39 @@ class Monitor:
     """Events by name against samples, as DeepSpeed's `MonitorMaster` takes them. Rank 0 writes."""
 
     def __init__(
-        self, monitors: Mapping[str, Options], rank: int, samples: Callable[[], int], config: Mapping[str, Any]
+        self,
+        monitors: Mapping[str, Options],
+        rank: Callable[[], int],
+        samples: Callable[[], int],
+        config: Mapping[str, Any],
     ) -> None:
-        """`samples()` is how many have been trained on; `config` describes the run.
+        """`rank()` is this rank, which an elastic job may change; `samples()` is how many have been trained on;
+        `config` describes the run.
 
         Raises `ConfigError` for a file that is there and is no table of ours.
         """
         self.enabled = bool(monitors)
-        self._samples = samples
+        self._monitors, self._config = monitors, config
+        self._rank, self._samples = rank, samples
         self._has_begun = False
-        self._trackers: list[Tracker] = []
-        if rank == 0:
-            self._trackers = [open_tracker(name, Path(), config, options) for name, options in monitors.items()]
+        self._trackers: list[_Spaced] = []
+        self._open()
+
+    def _open(self) -> None:
+        if self._rank() != 0 or self._trackers:
+            return
+        for name, options in self._monitors.items():
+            own = {key: value for key, value in options.items() if key != SAMPLES_LOG_INTERVAL}
+            tracker = open_tracker(name, Path(), self._config, own)
+            self._trackers.append(_Spaced(tracker, int(options.get(SAMPLES_LOG_INTERVAL) or 0)))
 
     def begin(self) -> None:
         """What is written next comes after the samples there are; the first `write_events` does so by itself."""
-        if not self._has_begun:
+        self._open()
+        if self._trackers and not self._has_begun:
             self._has_begun = True
-            for tracker in self._trackers:
-                tracker.begin(self._samples())
+            for spaced in self._trackers:
+                spaced.begin(self._samples())
 
     def begin_anew(self) -> None:
         """A checkpoint was loaded, and training goes on from its samples."""
@@ -48,17 +64,40 @@ class Monitor:
 
     def write_events(self, event_list: Iterable[Event]) -> None:
         """Write events `(name, value, samples)`, those of as many samples together. Any rank may call."""
+        self.begin()
         if not self._trackers:
             return
-        self.begin()
         by_samples: dict[int, dict[str, float]] = {}
         for name, value, samples in event_list:
             by_samples.setdefault(int(samples), {})[name] = float(value)
         for samples, values in by_samples.items():
-            for tracker in self._trackers:
-                tracker.log(samples, values)
+            for spaced in self._trackers:
+                spaced.log(samples, values)
 
     def close(self) -> None:
         """May be called twice."""
-        for tracker in self._trackers:
-            tracker.close(failed=False)
+        for spaced in self._trackers:
+            spaced.tracker.close(failed=False)
+
+
+class _Spaced:
+    """A tracker that is told each event again after so many `samples`."""
+
+    def __init__(self, tracker: Tracker, samples: int) -> None:
+        self.tracker = tracker
+        self._distance = samples
+        self._told: dict[str, int] = {}
+
+    def begin(self, samples: int) -> None:
+        self._told.clear()
+        self.tracker.begin(samples)
+
+    def log(self, samples: int, values: Mapping[str, float]) -> None:
+        due = {
+            name: value
+            for name, value in values.items()
+            if name not in self._told or samples - self._told[name] >= self._distance
+        }
+        if due:
+            self._told |= dict.fromkeys(due, samples)
+            self.tracker.log(samples, due)
