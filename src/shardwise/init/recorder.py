@@ -24,16 +24,17 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from shardwise.errors import ModelError
 from shardwise.init.deferred import defer
+from shardwise.init.loading import Building
 from shardwise.init.tape import (
     Function,
     Operation,
     Origin,
     Ref,
     common_generator,
+    fill,
     has_generators,
     origin_of,
     origin_of_storage,
-    replay,
     set_origin,
     values_of,
 )
@@ -47,7 +48,7 @@ OVERWRITE |= {"fill_", "zero_", "copy_", "bernoulli_"}
 
 
 @contextmanager
-def deferred_init() -> Iterator[None]:
+def deferred_init() -> Iterator[Building]:
     """Inside, modules are built without memory for their parameters; `shard` makes each rank's part of the values.
 
     ```python
@@ -64,11 +65,15 @@ def deferred_init() -> Iterator[None]:
     with before, though they have a shape, a dtype and a device, may be given to an optimizer, frozen or tied.
     What a constructor reads (`.item()`) is computed when it is read. Real tensors that it copies from are kept.
 
+    `with sw.deferred_init() as building:` gives `building.load(model, folder)`: values from safetensors files.
+
     No rank has to wait for another. Raises `ModelError` for operations that cannot be put off.
     """
     recorder = Recorder()
+    building = Building(lambda: next(recorder.numbers))
     with recorder.recording():
-        yield
+        yield building
+    building.close()
     recorder.finish()
 
 
@@ -130,14 +135,6 @@ class Recorder:
         set_origin(storage, origin)
         self._storages.append(weakref.ref(storage))
         return tensor, origin
-
-
-def fill(storage: torch.UntypedStorage, origin: Origin) -> None:
-    """Give a storage its values, and all tensors on it with it."""
-    values = replay([origin])[origin]
-    storage.resize_(origin.num_bytes)
-    storage.copy_(values, non_blocking=False)
-    set_origin(storage, None)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
