@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from shardwise.errors import ModelError
-from shardwise.init.deferred import defer
+from shardwise.init.deferred import Deferred, defer, undefer
 from shardwise.init.loading import Building
 from shardwise.init.tape import (
     Function,
@@ -48,7 +48,7 @@ OVERWRITE |= {"fill_", "zero_", "copy_", "bernoulli_"}
 
 
 @contextmanager
-def deferred_init() -> Iterator[Building]:
+def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
     """Inside, modules are built without memory for their parameters; `shard` makes each rank's part of the values.
 
     ```python
@@ -67,13 +67,22 @@ def deferred_init() -> Iterator[Building]:
 
     `with sw.deferred_init() as building:` gives `building.load(model, folder)`: values from safetensors files.
 
+    A `model` that was built inside another `deferred_init` may be given, to be changed before `shard`.
+
     No rank has to wait for another. Raises `ModelError` for operations that cannot be put off.
     """
     recorder = Recorder()
     building = Building(lambda: next(recorder.numbers))
-    with recorder.recording():
-        yield building
-    building.close()
+    if model is not None:
+        recorder.go_on_with(model)
+    try:
+        with recorder.recording():
+            yield building
+        building.close()
+    except BaseException:
+        if model is not None:
+            recorder.finish()
+        raise
     recorder.finish()
 
 
@@ -98,6 +107,18 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def go_on_with(self, model: nn.Module) -> None:
+        """Parameters of `model` that wait may be computed with, until `finish`."""
+        last = -1
+        for param in model.parameters():
+            origin = origin_of(param)
+            if isinstance(param, Deferred) and origin is not None:
+                undefer(param)
+                self._storages.append(weakref.ref(param.untyped_storage()))
+                last = max(last, origin.number, *(write.number for write in origin.writes))
+        self.numbers = itertools.count(last + 1)
+        self.know(model)
 
     def know(self, module: nn.Module) -> None:
         """The parameters of `module`, and of what is in it, wait: it was there before the recording."""
