@@ -1,4 +1,4 @@
-"""A script as people have it, which loads its model under a DeepSpeed config, or without; it knows nothing of shardwise.
+"""A script as people have it, which loads its models under a DeepSpeed config, or without any.
 
 `deepspeed_loading.py FILE FOLDER [ds.json]`: FOLDER has a model, FILE gets what came of its training in several ways.
 """
@@ -27,6 +27,10 @@ SIZES = {
     "num_key_value_heads": 1, "vocab_size": 61, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0,
     "pad_token_id": 0,
 }  # fmt: skip
+
+
+KINDS = []
+"""What parameters are before they are trained."""
 
 
 def rows(count, size=61):
@@ -80,6 +84,7 @@ def trained(model, arguments, data):
 
 
 def losses_of(trainer):
+    KINDS.append(type(next(trainer.model.parameters())).__name__)
     trainer.train()
     found = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return found + [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
@@ -103,6 +108,7 @@ def by_initialize(folder, config):
         assert is_deepspeed_zero3_enabled()
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert alive.is_zero3()
+        KINDS.append(type(next(model.parameters())).__name__)
         engine = deepspeed.initialize(model=model, config=whole)[0]
         call, backward, update = engine, engine.backward, engine.step
     losses = []
@@ -126,6 +132,7 @@ def main():
             per_device_train_batch_size=2, learning_rate=3e-3, deepspeed=config,
         )  # fmt: skip
         told[way.__name__] = way(folder, arguments)
+    told["kinds"] = KINDS
     if arguments.process_index == 0:
         file.write_text(json.dumps(told))
 

@@ -10,7 +10,6 @@ import json
 import sys
 from pathlib import Path
 
-import deepspeed
 import torch
 import torchvision_operators  # noqa: F401  # what is imported later may import torchvision
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -20,10 +19,10 @@ CONFIG = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "train_micro_batch_size_per_gpu": 1,
 }  # fmt: skip
 SIZES = {
-    "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8,
     "vocab_size": 256, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
-LARGE, SMALL = (LlamaConfig(**SIZES, num_hidden_layers=count) for count in (8, 1))
+LARGE, SMALL = (LlamaConfig(**SIZES, num_hidden_layers=count) for count in (32, 1))
 
 
 def peak_bytes():
@@ -34,6 +33,8 @@ def peak_bytes():
 
 
 def main():
+    import deepspeed
+
     file, folder, keeps = Path(sys.argv[1]), sys.argv[2], len(sys.argv) > 3
     deepspeed.init_distributed()
     alive = HfDeepSpeedConfig(CONFIG)

@@ -54,23 +54,21 @@ def test_what_is_built_is_trained_as_what_was_built_whole(tmp_path: Path) -> Non
     waited()
     ours, theirs = (json.loads((tmp_path / name).read_text()) for name in ("ours.json", "theirs.json"))
     assert ours.keys() == theirs.keys()
+    assert (set(ours.pop("kinds")), set(theirs.pop("kinds"))) == ({"Deferred"}, {"Parameter"})
     for way, figures in theirs.items():
         assert len(figures) >= 8, way
         assert ours[way] == pytest.approx(figures, abs=1e-5), way
 
 
-@pytest.mark.parametrize("source", ["files", "config"])
-def test_no_rank_has_the_whole_model(source: str, tmp_path: Path) -> None:
-    folder = "-"
-    if source == "files":
-        folder = saved(tmp_path / "model", **runpy.run_path(str(PEAK))["LARGE"].to_diff_dict())
-    told = {}
-    for way in ("alive", ""):
-        launched(str(PEAK), str(tmp_path / "told.json"), folder, *filter(None, [way]))
-        told[way] = json.loads((tmp_path / "told.json").read_text())
-    ours, whole = told["alive"], told[""]
-    assert ours["model"] == whole["model"] > 300 * MIB
-    assert ours["took"] < 0.7 * ours["model"], "its half of the parameters, and what is being made"
-    assert whole["took"] > 0.95 * whole["model"], "so the measurement sees what it should"
-    if source == "files":
-        assert ours["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+def test_no_rank_has_the_whole_model(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", **runpy.run_path(str(PEAK))["LARGE"].to_diff_dict())
+    told = []
+    for words in ([folder, "alive"], ["-", "alive"], [folder]):
+        launched(str(PEAK), str(tmp_path / "told.json"), *words)
+        told.append(json.loads((tmp_path / "told.json").read_text()))
+    from_files, from_config, whole = told
+    for ours in (from_files, from_config):
+        assert ours["model"] == whole["model"] > 300 * MIB
+        assert ours["took"] < 0.6 * ours["model"], "its half of the parameters, and what is being made"
+    assert whole["took"] > 0.75 * whole["model"], "so the measurement sees what it should"
+    assert from_files["loss"] == pytest.approx(whole["loss"], abs=1e-6)
