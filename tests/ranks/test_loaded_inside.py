@@ -146,3 +146,40 @@ def test_other_models_and_other_times_are_refused(tmp_path: Path) -> None:
     assert (loaded.missing, loaded.unexpected) == ((list(state)[-1],), ("more",))
     with pytest.raises(ModelError, match="rename them in the file"), sw.deferred_init() as building:
         building.load(net(), tmp_path / "odd.safetensors")
+
+
+def test_a_model_is_changed_before_it_is_sharded(tmp_path: Path) -> None:
+    """Built in one block, and in another enlarged, as embeddings are by what was drawn and what was there."""
+
+    def enlarge(model: nn.Sequential) -> None:
+        with torch.no_grad():
+            wider = nn.Linear(8, 7)
+            wider.weight[:6] = model[2].weight
+            wider.weight[6] = model[2].weight.mean(0)
+            model[2] = wider
+            model[0].weight.mul_(2)
+
+    state = weights(tmp_path, net())
+    torch.manual_seed(3)
+    plain = net()
+    plain.load_state_dict(state)
+    enlarge(plain)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        with sw.deferred_init() as building:
+            models.append(net())
+            building.load(models[-1], tmp_path)
+        with pytest.raises(StateError, match="built inside deferred_init"):
+            enlarge(models[-1])
+        with pytest.raises(ZeroDivisionError), sw.deferred_init(models[-1]):
+            raise ZeroDivisionError
+        with pytest.raises(StateError, match="built inside deferred_init"):
+            models[-1][0].weight.sum()
+        torch.manual_seed(3)
+        net()  # as much is drawn
+        with sw.deferred_init(models[-1]):
+            enlarge(models[-1])
+    for found in states(models):
+        for name, value in plain.state_dict().items():
+            assert torch.equal(found[name], value), name
