@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
-from shardwise.program import image_bytes
+from shardwise.program.images import image_bytes
 from tests.ranks.threads_that_die import run_mortals
 
 WIDTH, NUM_RANKS, PER_PIECE = 64, 2, 3 * 64

@@ -26,11 +26,9 @@ from shardwise.program import (
     Buffer,
     FlatSpec,
     Footprint,
-    ImageBytes,
     PlacedUpdate,
     StepProgram,
     UnitSpec,
-    image_bytes,
     plan_step,
     render,
     schedule_trace,
@@ -38,6 +36,7 @@ from shardwise.program import (
     straight_trace,
     update_by,
 )
+from shardwise.program.images import ImageBytes, image_bytes
 from shardwise.program.schedule import Op, Schedule, schedule_of, timed
 from shardwise.tier_time import TierTime, tier_time
 from shardwise.units import format_bytes
