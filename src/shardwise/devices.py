@@ -99,6 +99,8 @@ class Accelerator(Protocol):
     def lock_pages(self, address: int, num_bytes: int) -> Callable[[], None] | None:
         """Lock pages of the host's memory, so that copies need no detour; returns what unlocks them.
 
+        That waits for the current device first, whose copies may still use them.
+
         `None` where pages in use cannot be locked: ask torch for pinned memory then.
         """
         ...
@@ -172,6 +174,7 @@ class TorchAccelerator:
             return None
 
         def unlock() -> None:
+            self._module.synchronize()
             runtime.cudaHostUnregister(address)
 
         return unlock

@@ -21,7 +21,7 @@ from shardwise.config import Plan, load_plan
 from shardwise.data_ranks import DataRanks
 from shardwise.engine_state import PlanLike
 from shardwise.engine_training import EngineTraining, arrive, open_log, open_session
-from shardwise.errors import ConfigError, ModelError, StateError
+from shardwise.errors import ModelError, StateError
 from shardwise.init import Init, Wishes
 from shardwise.mesh import Mesh
 from shardwise.pipeline import PLAIN_LOOP
@@ -253,43 +253,7 @@ class Engine(EngineTraining):
         """Forget all gradients. A step forgets them too; this is for those that are not to be used."""
         self._sharded.zero_grad()
 
-    # -- sequences over several ranks -------------------------------------------------------------------
-
-    def split_sequence(self, batch: Any, *, documents: torch.Tensor | None = None) -> Any:
-        """The tokens of `batch` that this rank computes. All ranks along the mesh's `sp` call, with the same batch.
-
-        `batch` is a dict with `input_ids` or `inputs_embeds`, a tensor, or a list or tuple of tensors; whatever has as
-        many entries in dimension 1 as there are tokens is cut there. `documents`, int `[batch, tokens]`: tokens see
-        only those of the same number.
-
-        In a dict `attention_mask`, `[batch, tokens]`, says what is no padding, and is taken out. For models of
-        transformers `position_ids` are added (where given ones begin anew a document begins, unless there is a mask),
-        and `labels` shifted as a causal language model does: `shift_labels`, with `num_items_in_batch` so that the mean
-        of the ranks' losses is that of the whole sample. Where tokens do not divide, a dict is padded behind.
-
-        A model of transformers that is called with a whole batch splits it by itself, in this way.
-
-        Without an axis `sp` in the mesh the batch comes back as it is. Raises `ConfigError` for a batch that is
-        not the same on all ranks that share in it, or that cannot be cut.
-        """
-        self._require_open()
-        if self._sharded.sequence is None:
-            if documents is not None:
-                raise ConfigError("documents= is for plans that split sequences; on one rank the model masks them.")
-            return batch
-        return self._sharded.sequence.split(batch, documents)
-
-    def mean_over_tokens(self, values: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
-        """Of one value per token of this rank, a scalar whose mean over ranks is the mean over all tokens that count.
-
-        `values` are such as losses with `reduction="none"`, `counted` is a bool tensor of the same shape (default: all
-        count). All ranks along the mesh's axis `sp` call. The mean of each rank's own tokens is the same only if as
-        many count on each of them.
-        """
-        self._require_open()
-        if self._sharded.sequence is not None:
-            return self._sharded.sequence.mean_over_tokens(values, counted)
-        return values.mean() if counted is None else values.masked_fill(~counted, 0.0).sum() / counted.sum()
+    # -- gradients that wait -----------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -84,6 +84,11 @@ class EngineState:
         if self._run_log is not None:
             self._run_log.go_on(world, sharded)
 
+    def turned_away(self) -> None:
+        """The others go on without this rank."""
+        if self._run_log is not None:
+            self._run_log.leave()
+
     def _before_change(self) -> None:
         self.wait_for_copy()
         if self._session is not None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.comm import World
 from shardwise.config import Plan, Profile
-from shardwise.engine_reports import EngineReports
+from shardwise.engine_sequences import EngineSequences
 from shardwise.micro_batches import LossFunction
 from shardwise.sharded_model import ShardedModel
 from shardwise.training import evaluate, forward_backward
@@ -65,7 +65,7 @@ def open_session(
     return session
 
 
-class EngineTraining(EngineReports):
+class EngineTraining(EngineSequences):
     """Part of `Engine`."""
 
     def train_step(self, batch: Any, target: Any = None, *, loss_fn: LossFunction | None = None) -> torch.Tensor:
@@ -121,7 +121,8 @@ class EngineTraining(EngineReports):
         `run` in the plan rank 0 writes them into the record of the run, with the learning rate, the gradient norm, the
         seconds of a step and what each rank did in them, and tells the plan's `trackers`. `tokens` and `samples` count
         what this rank's batches had since the last call; throughput is worked out from them. Another `kind`, such as
-        `"validation"`, is a line of its own.
+        `"validation"`, is a line of its own. What is said in a void iteration (`num_void`) is not written; a rank that
+        has come to others, and begun no iteration yet, says nothing, and gets its own numbers.
 
         With `mean=False` the values of rank 0 are written as they are, for a loop that has brought them together
         itself: other ranks may give others, or none, and each is returned its own. A line of another kind sends nothing
@@ -134,10 +135,13 @@ class EngineTraining(EngineReports):
             self._run_log = open_log(self._sharded.plan, self.world, always=True)
             assert self._run_log is not None
             self._run_log.follow(self._sharded)
-        log = self._run_log
+        log, session = self._run_log, self._session
+        if session is not None and session.is_arriving:  # the others have told each other already, and gone on
+            return log.numbers_of(values)
+        is_void = session.was_void if session is not None else bool
         if not mean and kind != "step":
-            return log.note(values, kind)
-        return self._asking(lambda: log.log(values, kind, tokens, samples, mean=mean))
+            return log.note(values, kind, is_void)
+        return log.log(values, kind, tokens, samples, self._asking, is_void, mean=mean)
 
     def can_leave_out(self) -> bool:
         """Whether a loader follows that can go on behind a batch; with one that cannot they would part."""

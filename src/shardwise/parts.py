@@ -30,7 +30,7 @@ from shardwise.pipeline import Pipeline, SharedGradients, has_pipeline
 from shardwise.precision import Agreeing, LossScaler, NoNews, Verdict
 from shardwise.program import Action
 from shardwise.runtime import BufferSync, Executor, Runner, Settings
-from shardwise.sequence import SequenceParallel
+from shardwise.sequence import SequenceParallel, WholeOutputs
 from shardwise.sharding import Sharding
 from shardwise.storage import Flat, on_host
 from shardwise.telemetry import Ledger, Timeline
@@ -209,13 +209,15 @@ class Assembly:
         self._hooks.callback(pipeline.release)
         return pipeline
 
-    def sequence(self) -> SequenceParallel | None:
+    def sequence(self, whole_outputs: WholeOutputs) -> SequenceParallel | None:
         """What leads the model's attention over the ranks that share in a sequence, if the mesh has such."""
         mesh = self._mesh
         if SEQUENCE_AXIS not in mesh.axes or mesh.size(SEQUENCE_AXIS) == 1:
             return None
         in_stages, device = has_pipeline(mesh), self._sharding.device
-        sequence = SequenceParallel(self._model, self._plan, mesh, self._world, device, in_stages=in_stages)
+        sequence = SequenceParallel(
+            self._model, self._plan, mesh, self._world, device, whole_outputs, in_stages=in_stages
+        )
         self._hooks.callback(sequence.close)
         return sequence
 

@@ -2,12 +2,14 @@
 
 Every rank has a `RunLog`. `log` is one small message from each rank to all of them: what the loop says, how long the
 rank's last steps took and what for, what memory it holds. Rank 0 writes.
+
+[Note: each step once] Where ranks are lost, what is said in an iteration that became void is not written. All ranks
+know what all have said: so whoever is rank 0 afterwards can write it, even if the former one died before it had.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import sys
 import time
@@ -25,21 +27,19 @@ from shardwise.monitor.record import RunRecord, read_record
 from shardwise.monitor.slowness import SlowWindow
 from shardwise.monitor.trackers import Tracker, check_trackers, open_tracker
 from shardwise.profiling import ProfileWindow
-from shardwise.program import render
-from shardwise.report import MemoryReport, describe, measured_anew, memory_of
-from shardwise.run_told import Since, Told, check_names, numbers_of
+from shardwise.report import MemoryReport, measured_anew, memory_of
+from shardwise.run_timeline import StepTimeline
+from shardwise.run_told import Said, Since, Told, check_names, numbers_of
 from shardwise.sharded_model import ShardedModel
-from shardwise.telemetry import Event, Lap, write_trace
+from shardwise.telemetry import Lap
 from shardwise.weighing import mean_of
 
-RECORD, TIMELINE, PROGRAM = "record.jsonl", "timeline.json", "program.txt"
+RECORD = "record.jsonl"
 RANKS_EVERY_SECONDS = 1.0
 """Lines about ranks are long where there are many; they need not come more often."""
-TIMELINE_STEP = 3
-"""The first steps of a run record and compile; this one is as all others."""
-TIMELINE_RANKS = 8
-"""So many ranks have their part in the timeline of that step."""
 _TIERS = ("device", "host", "disk")
+Ask = Callable[[Callable[[], list[str]]], list[str]]
+"""Calls what ranks tell each other in; again, or not at all, where a rank is lost meanwhile."""
 
 _log = logging.getLogger("shardwise")
 
@@ -71,13 +71,14 @@ class RunLog:
         self._since = Since()
         self._ranks_at = 0.0
         self._memory: list[dict[str, Any]] = []
-        self._report: MemoryReport | None = None
-        self._measured_at = 0.0
-        self._events: list[Event] | None = None
-        self._records_step = False
-        self._has_timeline = self._folder is None or world.is_newcomer  # the others have theirs, or have given it up
+        self._bytes = _Bytes()
+        self._timeline = StepTimeline(
+            self._folder, is_made=world.is_newcomer
+        )  # others have made theirs, or given it up
         self._at_exit: Callable[[], None] | None = None
         self._slow: SlowWindow | None = None
+        self._said: Said | None = None
+        """The last thing that counted. See [Note: each step once]."""
 
     def _open(self, folder: Path) -> None:
         self._at_exit = _closer(weakref.ref(self))
@@ -101,7 +102,7 @@ class RunLog:
         """`sharded` takes the steps from here on: the first one, or another after `reshard`."""
         if self._folder is not None and self._notes is None:
             self._open(self._folder)
-        self._sharded, self._report, self._slow = sharded, None, None
+        self._sharded, self._bytes, self._slow = sharded, _Bytes(), None
         self._last_step = sharded.progress.num_steps
         self.profile.follow(sharded.timeline, sharded.progress.num_steps)
         sharded.progress.on_step[:] = [self._note_step]
@@ -117,9 +118,7 @@ class RunLog:
             self._record = None
         self._has_begun, self._goes_on = False, True
         self._memory = []
-        if self._records_step and self._sharded is not None:
-            self._sharded.timeline.stop()
-        self._records_step, self._events, self._has_timeline = False, None, True
+        self._timeline.give_up()  # it went with the former model
         if self._folder is not None and world.rank == 0 and not was_first:
             self._open_trackers(self._folder)
         self.follow(sharded)
@@ -134,52 +133,75 @@ class RunLog:
         if sharded.optimizer is not None:
             lr = sharded.optimizer.members[0].param_groups[0].get("lr")
             self._lr = float(lr) if lr is not None else None
-        if self._records_step:
-            self._records_step, self._events = False, sharded.timeline.stop()
+        self._timeline.note_step(sharded)
         self.profile.note_step(step)
 
     # -- what is said -------------------------------------------------------------------------------------
 
-    def note(self, values: Mapping[str, Any], kind: str) -> dict[str, float]:
+    def note(self, values: Mapping[str, Any], kind: str, is_void: Callable[[], bool]) -> dict[str, float]:
         """A line of rank 0's values, as they are. Sends nothing."""
         sharded = self._sharded
         assert sharded is not None
         numbers, step = numbers_of(values), sharded.progress.num_steps
-        if self._world.rank == 0:
+        if self._world.rank == 0 and not is_void():
             self._begin(sharded, step)
-            self._write(kind, step, numbers)
+            self._write(Said(kind, step, numbers, {}, 0))
         return numbers
 
     def log(
-        self, values: Mapping[str, Any], kind: str, tokens: int, samples: int, *, mean: bool = True
+        self,
+        values: Mapping[str, Any],
+        kind: str,
+        tokens: int,
+        samples: int,
+        ask: Ask,
+        is_void: Callable[[], bool],
+        *,
+        mean: bool = True,
     ) -> dict[str, float]:
-        """See `Engine.log`."""
+        """See `Engine.log`. `is_void` is asked when all have told each other what they log."""
         sharded = self._sharded
         assert sharded is not None
         numbers = numbers_of(values)
         is_step = kind == "step"
         lap = self._world.journal.clock.lap() if is_step else Lap(0.0, 0.0, {})
-        mine = self._told(sharded, numbers if mean else {}, tokens, samples, lap)
-        told = [Told.of(message) for message in self._world.exchange(mine.message(), "log")]
+        num_steps = max(1, sharded.progress.num_steps - self._last_step)
+        mine = self._told(sharded, numbers if mean else {}, tokens, samples, lap).message()
+        told = [Told.of(message) for message in ask(lambda: self._tell(mine, is_step=is_step))]
         check_names(told)
         means = numbers
         if mean:
             weights = [one.weight for one in told]
             means = {name: mean_of([one.values[name] for one in told], weights) for name in numbers}
+        sharded = self._sharded or sharded  # that of another generation, perhaps
         step = sharded.progress.num_steps
+        if is_void():
+            self._last_step = step if is_step else self._last_step
+            return means
+        said = Said(kind, step, means, *(self._all_told(sharded, told, num_steps) if is_step else ({}, 0)))
         if self._world.rank == 0:
             self._begin(sharded, step - 1 if is_step else step)
-            line = self._step_line(sharded, told, means, step) if is_step else means
-            self._write(kind, step, line)
+            self._write(said)
             if is_step:
                 self._write_ranks(told, step)
                 self._write_memory(told, step)
+        self._said = said
         if is_step:
             self._look_for_slow(sharded, told, step)
-        if is_step:
             self._last_step = step
-            self._share_timeline(sharded, step)
         return means
+
+    def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """What `log` would take `values` for. This rank alone."""
+        return numbers_of(values)
+
+    def _tell(self, mine: bytes, *, is_step: bool) -> list[str]:
+        """What each rank says, by rank."""
+        assert self._sharded is not None
+        told = [message.decode() for message in self._world.exchange(mine, "log")]
+        if is_step:
+            self._timeline.share(self._sharded, self._world)
+        return told
 
     def _look_for_slow(self, sharded: ShardedModel, told: list[Told], step: int) -> None:
         """Name who is slow, on all ranks alike; one that is may be asked to leave."""
@@ -201,30 +223,11 @@ class RunLog:
         """What this rank says."""
         process = process_memory()
         memory = {"process": process.now_bytes, "process_peak": process.peak_bytes}
-        tiers = self._tiers(sharded, is_step=lap.seconds > 0)
+        tiers = self._bytes.by_tier(sharded) if self._folder is not None and lap.seconds > 0 else {}
         return Told(numbers, int(tokens), int(samples), lap, memory, tiers, sharded.progress.weighing.reported)
 
-    def _tiers(self, sharded: ShardedModel, *, is_step: bool) -> dict[str, dict[str, dict[str, int]]]:
-        """Bytes promised and measured, by tier and kind; empty where nothing is to be said again so soon."""
-        now = time.monotonic()
-        if self._folder is None or not is_step or now - self._measured_at < RANKS_EVERY_SECONDS:
-            return {}
-        # what is promised follows from the program, which is known once a step has been taken
-        report = memory_of(sharded) if self._report is None else measured_anew(sharded, self._report)
-        self._report, self._measured_at = report, now
-        promised = (report.promised, report.promised_on_host, report.promised_on_disk)
-        measured = (report.measured, report.measured_on_host, report.measured_on_disk)
-        return {
-            "promised": dict(zip(_TIERS, promised, strict=True)),
-            "measured": dict(zip(_TIERS, measured, strict=True)),
-            "replicated": {"device": report.replicated},
-        }
-
-    def _step_line(
-        self, sharded: ShardedModel, told: list[Told], means: Mapping[str, float], step: int
-    ) -> dict[str, Any]:
-        """Numbers of all ranks together."""
-        num_steps = max(1, step - self._last_step)
+    def _all_told(self, sharded: ShardedModel, told: list[Told], num_steps: int) -> tuple[dict[str, Any], int]:
+        """Numbers of all ranks together, over the last `num_steps`, and how many tokens they had."""
         seconds = max(one.lap.seconds for one in told)
         shares = sharded.mesh.data_place(self._world.rank)[1] / len(told)
         tokens = round(sum(one.tokens for one in told) * shares)
@@ -234,19 +237,22 @@ class RunLog:
         if self._lr is not None:
             line["lr"] = self._lr
         if tokens:
-            self._tokens += tokens
-            line |= {"tokens": self._tokens, "tokens_per_second": tokens / seconds}
+            line["tokens_per_second"] = tokens / seconds
         if samples:
             line["samples_per_second"] = samples / seconds
-        return {**line, "time": time.time(), **means}
+        return {**line, "time": time.time()}, tokens
 
-    def _write(self, kind: str, step: int, line: Mapping[str, Any]) -> None:
+    def _write(self, said: Said) -> None:
+        line = {**said.line, **said.means}
+        if said.tokens:
+            self._tokens += said.tokens
+            line["tokens"] = self._tokens
         if self._record is not None:
-            self._record.write(kind, step=step, **line)
-        prefix = "" if kind == "step" else f"{kind}/"
+            self._record.write(said.kind, step=said.step, **line)
+        prefix = "" if said.kind == "step" else f"{said.kind}/"
         numbers = {f"{prefix}{name}": value for name, value in line.items() if value is not None and name != "time"}
         for tracker in self._trackers:
-            tracker.log(step, numbers)
+            tracker.log(said.step, numbers)
 
     def _write_ranks(self, told: list[Told], step: int) -> None:
         self._since.add(told, max(1, step - self._last_step))
@@ -285,40 +291,33 @@ class RunLog:
         axes = dict(zip(sharded.mesh.axes, sharded.mesh.sizes, strict=True))
         more = {"mesh": axes, "model": type(sharded.model).__name__, "device": str(sharded.sharding.device)}
         path, size = self._folder / RECORD, self._world.size
-        self._tell_launcher(path)
-        if step <= 0:
+        is_of_this_job = self._tell_launcher(path) or self._said is not None
+        if step <= 0 and not is_of_this_job:
             self._record = RunRecord.start(path, plan=plan, world_size=size, **more)
-        else:
-            self._record = RunRecord.resume(path, step=step, plan=plan, world_size=size, **more)
-            self._tokens = int(max((tokens for _, tokens in read_record(path).column("tokens")), default=0))
-
-    def _tell_launcher(self, path: Path) -> None:
-        """Where the record is: an elastic launcher writes there who was to blame for a fault."""
-        membership = self._world.membership
-        if membership is not None and membership.folder is not None:
-            (membership.folder / RECORD_PATH).write_text(str(path.resolve()))
-
-    # -- one step as it went ------------------------------------------------------------------------------
-
-    def _share_timeline(self, sharded: ShardedModel, step: int) -> None:
-        """Begin to record at the end of a step, and bring together what has been recorded at a later one's."""
-        if self._has_timeline:
             return
-        timeline = sharded.timeline
-        if self._events is None and not self._records_step and step >= TIMELINE_STEP - 1 and not timeline.is_on:
-            timeline.start()
-            self._records_step = True
-        elif self._events is not None:
-            mine = self._events if self._world.rank < TIMELINE_RANKS else []
-            told = self._world.exchange(json.dumps(mine).encode(), "timeline")
-            self._has_timeline = True
-            if self._world.rank == 0 and self._folder is not None:
-                write_trace(self._folder / TIMELINE, [json.loads(one) for one in told[:TIMELINE_RANKS]])
-                program = sharded.runner.programs.program
-                text = f"{describe(sharded)}\n\n{render(program.micro_batch)}{render(program.step)}"
-                (self._folder / PROGRAM).write_text(text, encoding="utf-8")
+        self._record = RunRecord.resume(path, step=step, plan=plan, world_size=size, **more)
+        record, said = read_record(path), self._said
+        self._tokens = int(max((tokens for _, tokens in record.column("tokens")), default=0))
+        if said is not None and said.step <= step and not any(said.is_in(line) for line in record.lines):
+            self._write(said)
+
+    def _tell_launcher(self, path: Path) -> bool:
+        """Where the record is: an elastic launcher writes there who was to blame for a fault. Whether it knows."""
+        membership = self._world.membership
+        if membership is None or membership.folder is None:
+            return False
+        told = membership.folder / RECORD_PATH
+        is_known = told.exists()
+        told.write_text(str(path.resolve()))
+        return is_known
 
     # -- the end ------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """The others go on without this rank, and with the record."""
+        if self._record is not None:
+            self._record.close()
+        self._record, self._has_record, self._trackers = None, False, []
 
     def close(self, error: BaseException | None = None) -> None:
         """Write how it ended. May be called twice."""
@@ -334,6 +333,8 @@ class RunLog:
             if error is not None:
                 self._notes.error(error)
             self._notes.close()
+        if self._said is not None and self._sharded is not None and self._world.rank == 0:
+            self._begin(self._sharded, self._sharded.progress.num_steps)  # where nothing was said since a loss
         self._flush_ranks(self._last_step)
         if self._record is not None:
             said = {"status": "ended"} if error is None else {"status": "failed", "error": _in_words(error)}
@@ -341,6 +342,30 @@ class RunLog:
             self._record.close()
         for tracker in self._trackers:
             tracker.close(failed=error is not None)
+
+
+class _Bytes:
+    """What a rank was promised and holds under one plan."""
+
+    def __init__(self) -> None:
+        self._report: MemoryReport | None = None
+        self._measured_at = -RANKS_EVERY_SECONDS
+
+    def by_tier(self, sharded: ShardedModel) -> dict[str, dict[str, dict[str, int]]]:
+        """Bytes promised and measured, by tier and kind; empty where nothing is to be said again so soon."""
+        now = time.monotonic()
+        if now - self._measured_at < RANKS_EVERY_SECONDS:
+            return {}
+        # what is promised follows from the program, which is known once a step has been taken
+        report = memory_of(sharded) if self._report is None else measured_anew(sharded, self._report)
+        self._report, self._measured_at = report, now
+        promised = (report.promised, report.promised_on_host, report.promised_on_disk)
+        measured = (report.measured, report.measured_on_host, report.measured_on_disk)
+        return {
+            "promised": dict(zip(_TIERS, promised, strict=True)),
+            "measured": dict(zip(_TIERS, measured, strict=True)),
+            "replicated": {"device": report.replicated},
+        }
 
 
 def _closer(log: weakref.ref[RunLog]) -> Callable[[], None]:

@@ -33,9 +33,26 @@ class Told:
         return json.dumps({**self.__dict__, "lap": lap}).encode()
 
     @classmethod
-    def of(cls, message: bytes) -> Told:
+    def of(cls, message: bytes | str) -> Told:
         said = json.loads(message)
         return cls(**{**said, "lap": Lap(**said["lap"])})
+
+
+@dataclass(frozen=True)
+class Said:
+    """What all ranks have said in one `log`."""
+
+    kind: str
+    step: int
+    means: dict[str, float]
+    line: dict[str, Any]
+    """What else the record says of a step."""
+    tokens: int
+
+    def is_in(self, line: Mapping[str, Any]) -> bool:
+        """Whether it is this that a line of the record says."""
+        is_same = line["kind"] == self.kind and line["step"] == self.step
+        return is_same and (self.kind == "step" or self.means.keys() <= line.keys())
 
 
 @dataclass

@@ -24,6 +24,7 @@ from shardwise.parts import Assembly, Parts
 from shardwise.precision import LossScaler, Norm, cast_floating
 from shardwise.program import Activations
 from shardwise.runtime import NO_COPY, Runner
+from shardwise.sequence import WholeOutputs
 from shardwise.sharding import Sharding
 from shardwise.storage import Flat, torch_dtype
 from shardwise.telemetry import Ledger, Timeline
@@ -38,6 +39,7 @@ class Progress:
     gradient_norm: Norm | None = None
     scaler: LossScaler | None = None
     weighing: Weighing = field(default_factory=Weighing)
+    whole_outputs: WholeOutputs = field(default_factory=WholeOutputs)
     num_void: int = 0
     """How often steps were made void, whose batches are to come again."""
     on_step: list[Callable[[], None]] = field(default_factory=list)
@@ -90,7 +92,7 @@ class ShardedModel:
             parts = assembly.parts(optimizers)
             self._parts: Parts | None = parts
             self.pipeline = assembly.pipeline(parts)
-            self.sequence = assembly.sequence()
+            self.sequence = assembly.sequence(progress.whole_outputs)
             assembly.treat_activations(self.sequence)
         except BaseException:
             self._hooks.close()

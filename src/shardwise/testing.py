@@ -98,9 +98,14 @@ def run_ranks(
                     shares_memory,
                 ),
             ) as world:
-                results[index] = work(world)
+                try:
+                    results[index] = work(world)
+                except BaseException as error:
+                    failures.append((index, error))  # before the others hear of it, and raise themselves
+                    raise
         except BaseException as error:  # handed to the caller below
-            failures.append((index, error))
+            if all(error is not known for _, known in failures):
+                failures.append((index, error))
 
     threads = [threading.Thread(target=rank, args=(index,), name=f"rank {index}") for index in range(num_ranks)]
     for thread in threads:

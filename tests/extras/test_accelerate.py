@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import accelerate_jobs as jobs
 import pytest
@@ -44,6 +45,34 @@ def test_a_loop_over_a_cut_model(tmp_path: Path) -> None:
     assert ours["state"].keys() == expected["state"].keys()
     for name, value in expected["state"].items():
         torch.testing.assert_close(torch.tensor(ours["state"][name]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "peers", "plan"),
+    [
+        (2, 1, {"preset": "zero3", "mesh": {"sp": 2}}),
+        (4, 2, {"preset": "zero2", "mesh": {"dp": 2, "sp": 2}, "sequence": {"attention": "ring"}}),
+        (4, 1, {"preset": "zero1", "mesh": {"dp": 1, "tp": 2, "sp": 2}}),
+    ],
+)
+def test_a_loop_over_split_sequences(tmp_path: Path, ranks: int, peers: int, plan: dict[str, Any]) -> None:
+    """The loop gathers losses, and logits for metrics, as those of whole batches."""
+    plain = begin(peers, jobs.looped, None, str(tmp_path / "plain"))
+    ours, expected = on_ranks(ranks, jobs.looped, plan, str(tmp_path / "ours")), plain()[0]
+    for run in ours:
+        for name in ("losses", "again", "norms", "evaluated", "rate"):
+            assert run[name] == pytest.approx(expected[name], abs=1e-5), name
+    assert ours[0]["state"].keys() == expected["state"].keys()
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(torch.tensor(ours[0]["state"][name]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+
+
+def test_an_own_model_over_split_sequences_is_given_parts() -> None:
+    plain = begin(1, jobs.own_model, None)
+    runs = on_ranks(2, jobs.own_model, {"preset": "zero3", "mesh": {"sp": 2}})
+    expected = plain()[0]
+    for run in runs:
+        assert run == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_state_is_loaded_by_another_world(tmp_path: Path) -> None:

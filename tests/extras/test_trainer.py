@@ -64,6 +64,40 @@ def test_a_split_model_is_trained_as_a_whole_one(model: str, ranks: int, peers: 
     assert len(ours[0]["evaluations"]) == 2
 
 
+SEQUENCES: list[tuple[int, int, dict[str, Any], dict[str, Any]]] = [
+    # ranks, ranks of Trainer's own DDP, plan, what else
+    (2, 1, {"preset": "zero3", "mesh": {"sp": 2}}, {"length": 11, "gradient_accumulation_steps": 2}),
+    (4, 2, {"preset": "zero2", "mesh": {"dp": -1, "sp": 2}, "sequence": {"attention": "ring"}}, {}),
+    (2, 1, {"preset": "zero1", "mesh": {"dp": 1, "sp": 2}}, {"average": False, "label_smoothing_factor": 0.1}),
+    (2, 1, {"preset": "zero1", "mesh": {"dp": 1, "sp": 2}}, {"average": False, "gradient_accumulation_steps": 2}),
+]
+
+
+@pytest.mark.parametrize(("ranks", "peers", "plan", "settings"), SEQUENCES)
+def test_split_sequences_are_trained_and_evaluated_as_whole_ones(
+    ranks: int, peers: int, plan: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """With accumulation, padding, tokens that do not divide, smoothed labels, and metrics of whole sequences."""
+    settings = {"max_grad_norm": 0.5, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 3, **settings}
+    begun = begin(peers, jobs.over_split_sequences, None, **settings)
+    ours = on_ranks(ranks, jobs.over_split_sequences, plan, **settings)
+    plain = begun()[0]
+    for run in ours:
+        assert_same(run, plain)
+        assert run["tokens"] == plain["tokens"] > 0
+        assert run["accuracy"] == pytest.approx(plain["accuracy"])
+        assert len(run["seen"]) == len(plain["seen"]) == 4
+        for (logits, labels), (expected, their_labels) in zip(run["seen"], plain["seen"], strict=True):
+            assert labels == their_labels
+            assert_rows(logits, expected)
+        assert_rows(run["predicted"], plain["predicted"])
+
+
+def assert_rows(ours: list[Any], plain: list[Any]) -> None:
+    for row, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(torch.tensor(row), torch.tensor(expected), **CLOSE)
+
+
 def test_a_cut_model_is_saved_whole_and_resumed_uncut(tmp_path: Path) -> None:
     folder, rest = str(tmp_path), {"load_best_model_at_end": False, "save_strategy": "no"}
     cut = {"preset": "zero1", "mesh": {"dp": 1, "tp": 2}}
@@ -216,8 +250,10 @@ REFUSED = {
     "layerwise": ({"optim": "lomo"}, "zero3", "optim=lomo updates parameters inside of the backward"),
     "accumulation": ({}, {"preset": "zero3", "accumulate": 4}, "accumulate 4 .* says 1"),
     "clipping": ({}, {"preset": "zero3", "clip_grad_norm": 0.5}, "clip_grad_norm 0.5 .* says 1.0"),
-    "axes": ({}, {"preset": "zero3", "mesh": {"dp": 1, "sp": 2}}, "mesh has sp, and Trainer"),
-    "order": ({}, {"preset": "zero3", "mesh": {"tp": 2, "dp": 1}}, "say the size of tp, and put it last"),
+    "axes": ({}, {"preset": "zero3", "mesh": {"dp": 1, "pp": 2}}, "mesh has pp, and Trainer"),
+    "order": ({}, {"preset": "zero3", "mesh": {"tp": 2, "dp": 2}}, "say the size of tp, and put it last"),
+    "size": ({}, {"preset": "zero3", "mesh": {"sp": -1}}, "say the size of sp, and put it last"),
+    "both": ({}, {"preset": "zero3", "mesh": {"tp": 2, "dp": 2, "sp": 2}}, "of tp and sp, and put them last"),
     "precision": ({"bf16": True}, {"preset": "zero3", "precision": "fp16"}, "precision fp16, and .* asked for bf16"),
     "compiler": (
         {"torch_compile_backend": "aot_eager"},
@@ -233,6 +269,11 @@ def test_refused_with_a_sentence(case: str) -> None:
     settings, plan, sentence = REFUSED[case]
     with pytest.raises(RuntimeError, match=f"(?s)(ConfigError|PlacementError).*{sentence}"):
         on_ranks(1, refused, plan, settings)
+
+
+def test_generation_over_split_sequences_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)ConfigError.*predict_with_generate makes one token after another"):
+        on_ranks(2, jobs.generated, {"preset": "zero3", "mesh": {"sp": 2}})
 
 
 def refused(plan: Any, settings: dict[str, Any]) -> None:

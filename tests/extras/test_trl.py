@@ -23,6 +23,20 @@ def test_a_run_is_that_of_ddp(name: str) -> None:
         torch.testing.assert_close(torch.tensor(ours["state"][parameter]), torch.tensor(value), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["supervised", "preferred"])
+def test_split_sequences_are_trained_as_whole_ones(name: str) -> None:
+    job = getattr(jobs, name)
+    plain = begin(1, job, None)
+    ours = on_ranks(2, job, {"preset": "zero3", "mesh": {"dp": -1, "sp": 2}})[0]
+    expected = plain()[0]
+    for figure in ("losses", "norms", "rates"):
+        assert ours[figure] == pytest.approx(expected[figure], abs=1e-5), figure
+    assert ours["by_token"] == pytest.approx(expected["by_token"], abs=1e-5)
+    assert len(ours["losses"]) == len(ours["by_token"]) // (2 if name == "preferred" else 1) == 4
+    for parameter, value in expected["state"].items():
+        torch.testing.assert_close(torch.tensor(ours["state"][parameter]), torch.tensor(value), rtol=1e-5, atol=1e-5)
+
+
 def test_completions_are_generated_and_rewarded_as_under_ddp() -> None:
     plain = begin(2, jobs.rewarded, None)
     ours = on_ranks(2, jobs.rewarded, "zero3")

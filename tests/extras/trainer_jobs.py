@@ -111,6 +111,41 @@ def race(plans: list[Any], model: str, **settings: Any) -> list[dict[str, Any]]:
     return runs
 
 
+def over_split_sequences(plan: Any, length: int = LENGTH, average: bool = True, **settings: Any) -> dict[str, Any]:
+    """Rows with padding, metrics of whole sequences, and tokens that are counted."""
+    seen: list[list[Any]] = []
+
+    def without_padding(logits: Any) -> list[Any]:
+        return [row[: length - number % 3].tolist() for number, row in enumerate(logits)]
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        is_kept = prediction.label_ids[..., 1:] != -100
+        is_right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+        seen.append([without_padding(prediction.predictions), prediction.label_ids.tolist()])
+        return {"accuracy": float((is_right & is_kept).sum() / is_kept.sum())}
+
+    def padded(found: Rows) -> Rows:
+        made = []
+        for number, row in enumerate(found):
+            mask = torch.ones(length, dtype=torch.long)
+            mask[length - number % 3 :] = 0
+            ids, labels = row["input_ids"][:length] * mask, row["labels"][:length].masked_fill(mask == 0, -100)
+            made.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+        return made
+
+    settings = {"average_tokens_across_devices": average, "include_num_input_tokens_seen": "non_padding", **settings}
+    trainer = make(plan, "llama", compute_metrics=metrics, **settings)
+    trainer.train_dataset, trainer.eval_dataset = padded(rows(64)), padded(rows(7, seed=1))
+    trainer.train()
+    alone = trainer.evaluate()
+    found = told(trainer, getattr(trainer, "engine", None))
+    predicted = trainer.predict(padded(rows(3, seed=2)))
+    return found | {
+        "seen": seen, "accuracy": alone["eval_accuracy"], "tokens": trainer.state.num_input_tokens_seen,
+        "predicted": without_padding(predicted.predictions),
+    }  # fmt: skip
+
+
 class Watching(transformers.TrainerCallback):
     """Notes what it is called with, and ends the run early."""
 

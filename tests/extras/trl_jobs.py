@@ -51,7 +51,13 @@ def supervised(plan: Any, **settings: Any) -> dict[str, Any]:
     arguments = SFTConfig(tempfile.mkdtemp(), **{**COMMON, **settings})
     trainer = made(llama(), args=arguments, train_dataset=data, processing_class=tokenizer(), **given)
     trainer.train()
-    return told(trainer, getattr(trainer, "engine", None))
+    return told(trainer, getattr(trainer, "engine", None)) | {"by_token": by_token(trainer)}
+
+
+def by_token(trainer: Any) -> list[float]:
+    """What is worked out from each token: of single ones, and of whole completions."""
+    names = ("mean_token_accuracy", "rewards/margins")
+    return [log[name] for log in trainer.state.log_history for name in names if name in log]
 
 
 def preferred(plan: Any) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def preferred(plan: Any) -> dict[str, Any]:
         llama(), ref_model=llama(), args=arguments, train_dataset=data, processing_class=tokenizer(), **given
     )
     trainer.train()
-    return told(trainer, getattr(trainer, "engine", None))
+    return told(trainer, getattr(trainer, "engine", None)) | {"by_token": by_token(trainer)}
 
 
 def rewarded(plan: Any, **more: Any) -> dict[str, Any]:

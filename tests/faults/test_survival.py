@@ -37,8 +37,10 @@ def oracle(num_steps: int) -> list[float]:
     return losses
 
 
-def started(out: Path, plan: str, loop: str, num_steps: int, kills: list[str], retries: str) -> subprocess.Popen[str]:
-    launch = ["launch", "--nproc", "4", "--elastic", "2:4", "--retries", retries]
+def started(
+    out: Path, plan: str, loop: str, num_steps: int, kills: list[str], retries: str, least: int = 2
+) -> subprocess.Popen[str]:
+    launch = ["launch", "--nproc", "4", "--elastic", f"{least}:4", "--retries", retries]
     script = [str(SCRIPT), str(out), plan, loop, str(num_steps), *kills]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -84,6 +86,16 @@ def test_two_ranks_are_killed(plan: str, loop: str, kills: list[str], tmp_path: 
     job = started(tmp_path, plan, loop, 10, kills, retries="0:10")
     said, _ = job.communicate(timeout=300)
     check(said, job, tmp_path, 10, most_wrong=2)
+
+
+@pytest.mark.timeout(360)
+def test_too_few_wait_for_one_that_comes_and_take_no_step_before(tmp_path: Path) -> None:
+    job = started(tmp_path, "zero3", "engine", 10, ["0:3:backward"], retries="1", least=4)
+    said, _ = job.communicate(timeout=300)
+    check(said, job, tmp_path, 10, most_wrong=0)
+    assert "3 ranks wait after step 3" in said
+    assert "1 rank came. 4 ranks go on after step 3." in said
+    assert {json.loads(path.read_text())["world"] for path in tmp_path.glob("member-*.json")} == {4}
 
 
 @pytest.mark.timeout(7200)

@@ -323,7 +323,10 @@ class TestFailure:
             class FaultError(Exception):
                 ranks = (1,)
             if os.environ["RANK"] == "1":
+                open("ends", "w").close()
                 {line}
+            while not os.path.exists("ends"):
+                time.sleep(0.01)
             time.sleep(0.2)
             raise FaultError("Rank 1 has ended.")
             """,

@@ -28,6 +28,7 @@ class Job:
         self.alive = set(range(num_ranks))
         self.entered: dict[int, tuple[int, ...]] = {}
         self.away: set[int] = set()
+        self.lets_in = True
         for number in range(num_ranks):
             self.council.started(number)
 
@@ -38,7 +39,7 @@ class Job:
         self.say(number, "here")
 
     def say(self, number: int, kind: str, generation: int = -1, text: str = "", blames: tuple[int, ...] = ()) -> None:
-        said = Said(kind, number, generation, 7, text, blames, pid=number)  # type: ignore[arg-type]
+        said = Said(kind, number, generation, 7, text, blames, pid=number, lets_in=self.lets_in)  # type: ignore[arg-type]
         self.council.hear(said, self.now)
         self.collect()
 
@@ -169,11 +170,57 @@ def test_fewer_than_the_least_wait_for_one_that_is_to_come_and_end_without() -> 
         job.kill(0)
         job.settle()
         assert job.council.state == ("gathering" if can_grow else "lost")
+        assert not job.council.is_busy, "or nobody would be started"
         if can_grow:
             job.start(2)
             job.settle()
             assert job.council.members == (1, 2)
             assert job.council.state == "formed"
+
+
+@pytest.mark.parametrize("least", [2, 3])
+def test_nobody_comes_after_a_death_before_the_others_are_where_they_let_one_in(least: int) -> None:
+    """Nor where they are too few: they go on together until they are there, and all know that they are to meet."""
+    job = Job(3, least, 3, can_grow=True)
+    job.begin()
+    job.lets_in = False
+    job.kill(0)
+    job.start(3)
+    job.settle()
+    assert job.council.state == "formed"
+    assert job.council.members == (1, 2)
+    assert [news.kind for news in job.news[-3:]] == ["entering", "wanted", "formed"], "known before they go on"
+    job.say(1, "ready", 1)
+    job.lets_in = True
+    job.say(2, "ready", 1)
+    job.settle()
+    assert job.council.members == (1, 2), "not before all are there"
+    job.kill(1)
+    job.start(4)
+    job.settle()
+    assert job.council.members == job.entered[4] == (2, 3, 4)
+
+
+def test_too_few_go_on_to_where_they_let_others_in_and_wait_there() -> None:
+    job = Job(3, 3, 3, can_grow=True)
+    job.begin()
+    job.lets_in = False
+    job.kill(0)
+    job.settle()
+    assert job.council.members == (1, 2)
+    assert [news.kind for news in job.news[-3:]] == ["entering", "wanted", "formed"]
+    job.lets_in = True
+    for number in (1, 2):
+        job.say(number, "ready", 1)
+    job.settle()
+    assert job.council.generation == 1
+    assert not job.council.is_busy
+    job.now += 2 * SILENT_SECONDS
+    job.council.tick(job.now)
+    assert not job.council.kills
+    job.start(3)
+    job.settle()
+    assert job.council.members == job.entered[3] == (1, 2, 3)
 
 
 def test_one_that_asks_to_leave_goes_at_a_boundary_and_one_that_raised_only_when_its_process_is_gone() -> None:
@@ -267,6 +314,8 @@ def test_one_letter_says_who_died_of_what_and_who_goes_on() -> None:
         "ranks 1, 3 were killed by SIGKILL. Last said: rank 3 computes. 2 ranks go on after step 120, 0.05 s later. "
         "A process starts in the place of the dead (retries: 2 of 3 within 600 s)."
     )
+    few = letter(Change(losses[:1], {}, 0, 0, 2, 120, 0.05, num_starting=1, budget="2 of 3 within 600 s", least=3))
+    assert "2 ranks wait after step 120, 0.05 s later, for others: the job needs 3 (--elastic)." in few
     assert letter(Change((), {}, 1, 1, 1, 7, 0.0, 0, "")) == (
         "1 rank left, as asked. 1 rank came. 1 rank goes on after step 7."
     )

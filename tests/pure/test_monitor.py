@@ -60,12 +60,14 @@ class TestRecord:
         with start(path) as record:
             for step in (1, 2, 3, 4):
                 record.write("step", step=step, loss=5.0 - step)
+            record.write("fault", step=4, action="restart")
         with RunRecord.resume(path, step=2, plan=PLAN, world_size=4) as record:
             record.write("step", step=3, loss=0.5)
         read = read_record(path)
         assert read.column("loss") == [(1, 4.0), (2, 3.0), (3, 0.5)]
         assert [line["world_size"] for line in read.lines if line["kind"] == "resume"] == [4]
         assert read.header["world_size"] == 2
+        assert [line["step"] for line in read.lines if line["kind"] == "fault"] == [4], "what it died of stays"
 
     def test_a_torn_last_line_is_left_out_and_gone_after_resuming(self, path: Path) -> None:
         with start(path) as record:

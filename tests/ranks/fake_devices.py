@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -400,6 +401,7 @@ class FakeAccelerator:
         self.num_devices = num_devices
         self._devices = devices
         self._pinned: list[Tensor] = []
+        self._locked: dict[int, int] = {}
         self._fetches: list[FakeCopy] = []
         self._evicts: list[FakeCopy] = []
         self.noted: list[Noted] = []
@@ -457,7 +459,9 @@ class FakeAccelerator:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
-        return any(address == memory.data_ptr() for memory in self._pinned)
+        pinned = (memory.untyped_storage() for memory in self._pinned)
+        ranges = [*self._locked.items(), *((memory.data_ptr(), memory.nbytes()) for memory in pinned)]
+        return any(start <= address < start + num_bytes for start, num_bytes in ranges)
 
     def copy(self, out: Tensor, source: Tensor) -> None:
         devices = self._devices
@@ -490,4 +494,18 @@ class FakeAccelerator:
 
     def lock_pages(self, address: int, num_bytes: int) -> Callable[[], None] | None:
         self.note("lock_pages", address, num_bytes)
-        return (lambda: self.note("unlock_pages", address)) if self.locks_pages else None
+        if not self.locks_pages:
+            return None
+        self._locked[address] = num_bytes
+
+        def unlock() -> None:
+            del self._locked[address]
+            self.note("unlock_pages", address, is_mapped(address))
+
+        return unlock
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory there."""
+    ranges = (line.split(maxsplit=1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)

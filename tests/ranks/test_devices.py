@@ -32,6 +32,8 @@ from shardwise.errors import CommError, ConfigError, FaultError, ModelError, Sta
 from shardwise.init import check_model
 from shardwise.places import Place
 from shardwise.sharding import check_device
+from shardwise.storage.host_memory import HostMemory
+from shardwise.telemetry import ByteMeter
 from shardwise.testing import run_ranks
 from shardwise.tiers import PAGE, BufferPool, Stage
 
@@ -259,7 +261,26 @@ def test_pages_are_locked_as_they_are_and_unlocked_when_they_go() -> None:
     assert memory.untyped_storage().nbytes() < 4 * 4096, "not rounded to a power of two"
     memory = stage.sized(5 * 4096)
     gc.collect()
-    assert [noted.about[0] for noted in by_thread(accelerator, "unlock_pages")] == [locked.about[0]]
+    (unlocked,) = by_thread(accelerator, "unlock_pages")
+    assert unlocked.index == 2
+    assert unlocked.about == (locked.about[0], True), "pages are unlocked while they are there"
+
+
+@pytest.mark.parametrize("locks_pages", [True, False])
+def test_rows_on_the_host_take_the_pages_they_need(locks_pages: bool) -> None:
+    accelerator = FakeAccelerator()
+    accelerator.locks_pages = locks_pages
+    host = HostMemory(ByteMeter(), RankDevice.of(accelerator, 1))
+    row = host.zeros(1025, torch.float32, "optim")
+    assert row.shape == (1025,)
+    assert accelerator.is_pinned(row)
+    (locked,) = by_thread(accelerator, "lock_pages")
+    assert (locked.index, locked.about[1]) == (1, 4100)
+    address = row.data_ptr()
+    del row
+    gc.collect()
+    unlocked = [(address, True)] if locks_pages else []
+    assert [noted.about for noted in by_thread(accelerator, "unlock_pages")] == unlocked
 
 
 def test_a_pool_of_buffers_is_locked_once_and_each_begins_on_a_page() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import World
 from shardwise.elastic.survival import Survival
+from shardwise.errors import FaultError
 from shardwise.monitor.run_view import read_run
 from shardwise.sharded_model import ShardedModel
 from tests.ranks.threads_that_die import Killed, run_mortals
@@ -192,6 +194,30 @@ def test_a_rank_dies_anywhere(name: str, loop: str, shares_memory: bool, tmp_pat
         if draw.random() < 0.4:
             deaths[draw.choice([one for one in range(NUM_RANKS) if one not in deaths])] = draw.randrange(3, 60)
         race(PLANS[name], DiesAt(deaths), tmp_path, loop=loop, shares_memory=shares_memory)
+
+
+def test_a_second_death_is_known_at_once_in_the_world_that_there_is_then() -> None:
+    """Threads that die leave the world that they are in, and not the one that they began in, or others wait in vain."""
+    kept: list[World] = []  # as an engine does
+
+    def work(world: World, member: int) -> str:
+        if member == 0:
+            raise Killed
+        with pytest.raises(FaultError):
+            world.mean(1.0)
+        assert world.membership is not None
+        second = world.membership.regroup(world, b"").world
+        kept.append(second)
+        if member == 1:
+            raise Killed
+        with pytest.raises(FaultError) as found:
+            second.mean(1.0)
+        second.part()
+        return found.value.kind
+
+    started = time.monotonic()
+    assert run_mortals(3, work, None) == {2: "raised"}
+    assert time.monotonic() - started < 10
 
 
 def test_clipping_accumulation_and_micro_batches(tmp_path: Path) -> None:

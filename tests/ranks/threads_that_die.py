@@ -1,4 +1,5 @@
-"""Threads as ranks of an elastic job: one that raises `Killed` is gone, and what it had in its folder stays."""
+"""Threads as ranks of an elastic job: one that raises `Killed` is gone, and what it had in its folder stays. Others may
+come in the place of the dead."""
 
 from __future__ import annotations
 
@@ -20,15 +21,24 @@ class Killed(BaseException):
 class Crowd:
     """The members of a job, and their generations."""
 
-    def __init__(self, num_ranks: int, folder: Path | None, *, shares_memory: bool) -> None:
+    def __init__(
+        self, num_ranks: int, folder: Path | None, *, shares_memory: bool, num_newcomers: int = 0, least: int = 1
+    ) -> None:
+        """A newcomer waits to be let in from the moment in which a member dies."""
         self.folder = folder
         self.shares_memory = shares_memory
         self.office = PostOffice()
         self.generation = 0
         self._members = list(range(num_ranks))
         self._living = set(self._members)
-        self._arrived: dict[int, bytes] = {}
+        self._starting = [num_ranks + number for number in range(num_newcomers)]
+        self._waiting: list[int] = []
+        self._least = least
+        self.is_ending = False
+        """Whether somebody has come to the end: nobody is let in any more."""
+        self._arrived: dict[int, tuple[bytes, bool]] = {}
         self._made: tuple[tuple[int, ...], dict[int, bytes], PostOffice] | None = None
+        self._before: list[int] = []
         self._changed = threading.Condition()
 
     def world(self, rank: int, size: int, office: PostOffice) -> World:
@@ -40,42 +50,88 @@ class Crowd:
             host=Host(None, "", self.shares_memory),
         )
 
-    def die(self, member: int) -> None:
+    def die(self, member: int, *, has_ended: bool) -> None:
         with self._changed:
             self._living.discard(member)
+            self.is_ending = self.is_ending or has_ended
+            if not has_ended and self._starting:
+                self._waiting.append(self._starting.pop(0))
             self._changed.notify_all()
 
-    def meet(self, member: int, told: bytes) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice]:
+    def changes_wanted(self) -> bool:
+        is_too_few = len(self._living) < self._least
+        return not self.is_ending and bool(self._waiting or is_too_few)
+
+    def enter(self, member: int) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice] | None:
+        """For a newcomer: what `meet` returns, once it is let in; `None` if it never is."""
+        with self._changed:
+            while not (self._made is not None and member in self._made[0]):
+                if not self._living or self.is_ending:
+                    return None
+                self._changed.wait(1)
+            return self._before, *self._made
+
+    def meet(
+        self, member: int, told: bytes, *, lets_in: bool
+    ) -> tuple[list[int], tuple[int, ...], dict[int, bytes], PostOffice]:
         """Members before and now, what they said, and where they meet."""
         with self._changed:
             before, generation = list(self._members), self.generation
-            self._arrived[member] = told
+            self._arrived[member] = told, lets_in
             self._changed.notify_all()
             while self.generation == generation:
-                if self._living and self._living <= set(self._arrived):
-                    self._members = sorted(self._living)
-                    said = {one: self._arrived[one] for one in self._members}
-                    self._made = tuple(self._members), said, PostOffice()
-                    self._arrived = {}
-                    self.generation += 1
-                    self._changed.notify_all()
+                if self._living and self._living <= set(self._arrived) and self._announce():
                     break
                 assert self._changed.wait(20), f"{self._living} were to come, {set(self._arrived)} have"
             assert self._made is not None
             return before, *self._made
 
+    def _announce(self) -> bool:
+        """The next generation, if there are enough for it; see `Council`."""
+        staying = [one for one in self._members if one in self._living]
+        lets_in = all(self._arrived[one][1] for one in staying)
+        coming = self._waiting if lets_in and not self.is_ending else []
+        if lets_in and len(staying) + len(coming) < self._least:
+            return False
+        self._before, self._members = self._members, [*staying, *coming]
+        said = {one: self._arrived[one][0] if one in self._arrived else b"" for one in self._members}
+        self._made = tuple(self._members), said, PostOffice()
+        self._living |= set(coming)
+        self._waiting = [one for one in self._waiting if one not in coming]
+        self._arrived = {}
+        self.generation += 1
+        self._changed.notify_all()
+        return True
+
 
 class ThreadMembership:
     """One thread's `Membership`."""
 
-    arrival = None
+    arrival: Regrouped | None = None
     step = 0
 
     def __init__(self, crowd: Crowd, member: int) -> None:
         self.crowd, self.member, self.folder = crowd, member, crowd.folder
+        self.world: World | None = None
+        """The one that this member is in now."""
+
+    def begin(self, size: int) -> World:
+        """The first generation."""
+        self.world = self.crowd.world(self.member, size, self.crowd.office)
+        self.world.membership = self
+        return self.world
+
+    def come(self) -> World | None:
+        """Wait to be let in; `None` if the others end before."""
+        met = self.crowd.enter(self.member)
+        if met is None:
+            return None
+        self.arrival = self._entered(*met)
+        self.arrival.world.is_newcomer = True
+        return self.arrival.world
 
     def changes_wanted(self) -> bool:
-        return False
+        return self.crowd.changes_wanted()
 
     def leave(self) -> None:
         raise NotImplementedError
@@ -83,46 +139,60 @@ class ThreadMembership:
     def end(self, error: BaseException | None) -> None:
         """The thread ends."""
 
-    def regroup(self, world: World, told: bytes) -> Regrouped:
+    def regroup(self, world: World, told: bytes, *, lets_in: bool = True) -> Regrouped:
         world.part()
-        before, now, said, office = self.crowd.meet(self.member, told)
+        return self._entered(*self.crowd.meet(self.member, told, lets_in=lets_in))
+
+    def _entered(
+        self, before: list[int], now: tuple[int, ...], said: dict[int, bytes], office: PostOffice
+    ) -> Regrouped:
         rank = now.index(self.member)
-        renewed = self.crowd.world(rank, len(now), office)
+        self.world = renewed = self.crowd.world(rank, len(now), office)
         renewed.membership = self
         renewed.generation = self.crowd.generation
         return Regrouped(
             renewed,
-            tuple(before.index(one) for one in now),
+            tuple(before.index(one) if one in before else None for one in now),
             tuple(place for place, one in enumerate(before) if one not in now),
             tuple(said[one] for one in now),
         )
 
 
 def run_mortals(
-    num_ranks: int, work: Callable[[World, int], Result], folder: Path | None, *, shares_memory: bool = True
+    num_ranks: int,
+    work: Callable[[World, int], Result],
+    folder: Path | None,
+    *,
+    shares_memory: bool = True,
+    num_newcomers: int = 0,
+    least: int = 1,
 ) -> dict[int, Result]:
-    """Call `work(world, member)` on threads; what those who live to the end return, by member."""
-    crowd = Crowd(num_ranks, folder, shares_memory=shares_memory)
+    """Call `work(world, member)` on threads; what those who live to the end return, by member.
+
+    With each death one of `num_newcomers` waits to be let in. Fewer than `least` wait for one.
+    """
+    crowd = Crowd(num_ranks, folder, shares_memory=shares_memory, num_newcomers=num_newcomers, least=least)
     results: dict[int, Result] = {}
     failures: list[BaseException] = []
 
     def rank(member: int) -> None:
-        world = None
+        membership = ThreadMembership(crowd, member)
         try:
-            world = crowd.world(member, num_ranks, crowd.office)
-            world.membership = ThreadMembership(crowd, member)
-            results[member] = work(world, member)
+            world = membership.begin(num_ranks) if member < num_ranks else membership.come()
+            if world is not None:
+                results[member] = work(world, member)
         except Killed:
             pass
         except BaseException as error:
             failures.append(error)
             raise
         finally:
-            crowd.die(member)
-            if world is not None and member not in results:
-                world.close(Killed())
+            crowd.die(member, has_ended=member in results)
+            if membership.world is not None and member not in results:
+                membership.world.close(Killed())
 
-    threads = [threading.Thread(target=rank, args=(member,), name=f"member {member}") for member in range(num_ranks)]
+    members = range(num_ranks + num_newcomers)
+    threads = [threading.Thread(target=rank, args=(member,), name=f"member {member}") for member in members]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -26,9 +26,11 @@ from shardwise.program import (
     Buffer,
     FlatSpec,
     Footprint,
+    ImageBytes,
     PlacedUpdate,
     StepProgram,
     UnitSpec,
+    image_bytes,
     plan_step,
     render,
     schedule_trace,
@@ -110,6 +112,13 @@ class Explanation:
     """What tiers cost a rank in a step, with all ranks on one host; `None` where all is on the device."""
     per_host: int = 0
     """Ranks of each host; 0 if that is not asked."""
+
+    @property
+    def images(self) -> ImageBytes | None:
+        """What others would go back to if the rank is lost, where the plan says that they lie in the host's memory."""
+        if self.plan.survive != "host":
+            return None
+        return image_bytes([flat for unit in self.subject.units for flat in unit.flats], self.subject.num_states)
 
     @property
     def rules(self) -> dict[str, Table]:
@@ -256,6 +265,7 @@ def as_json(explained: Explanation) -> dict[str, Any]:
         "bytes": by_kind(explained.held),
         **({} if host is None else {"bytes_on_host": {**host.by_kind, "total": host.total}}),
         **({} if host is None else {"copied_bytes_per_step": explained.copied_bytes}),
+        **({} if explained.images is None else {"image_bytes": asdict(explained.images)}),
         **({} if explained.held.disk is None else {"bytes_on_disk": explained.held.disk.by_kind}),
         **({} if explained.tiers is None else {"tiers": explained.tiers.as_json()}),
         **({"budget": subject.budget.splitlines()} if subject.budget else {}),

@@ -245,6 +245,9 @@ def _bytes_grid(explained: Explanation) -> Grid:
     on_host = explained.held.host.by_kind if explained.held.host is not None else {}
     for kind, num_bytes in on_host.items():
         grid.add_row(Text(f"{kind} on the host", "cyan"), format_bytes(num_bytes), "", Text(ON_HOST[kind], "dim"))
+    if explained.images is not None:
+        note = f"a copy of what is its own; with what is updated there {format_bytes(explained.images.total)}"
+        grid.add_row(Text("image on the host", "cyan"), format_bytes(explained.images.copy), "", Text(note, "dim"))
     if explained.held.disk is not None:
         for kind, num_bytes in explained.held.disk.by_kind.items():
             grid.add_row(Text(f"{kind} on the disk", "cyan"), format_bytes(num_bytes), "", Text(ON_DISK[kind], "dim"))

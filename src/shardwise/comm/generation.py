@@ -71,10 +71,14 @@ class Membership(Protocol):
         raises `TurnedAwayError` here, with `has_asked`. From any thread."""
         ...
 
-    def regroup(self, world: World, told: bytes) -> Regrouped:
+    def regroup(self, world: World, told: bytes, *, lets_in: bool = True) -> Regrouped:
         """Close `world` and enter the next generation. Every member that lives calls, after a fault, or where all have
         heard that changes are wanted. Begins anew when another one dies meanwhile: what it returns, all its members
         have entered.
+
+        Unless all that call let others in, nobody comes with that generation: `changes_wanted` is true from its
+        beginning if somebody waits, or if they are fewer than the job needs. They are to call again soon then, where
+        they do let others in.
 
         Raises `TurnedAwayError` if the others go on without this rank, and `CommError` if nobody goes on.
         """

@@ -56,6 +56,10 @@ class Host(Protocol):
         """The batch of the step after `num_steps` is not to come again."""
         ...
 
+    def turned_away(self) -> None:
+        """The others go on without this rank."""
+        ...
+
     def take_over(self, world: World, sharded: ShardedModel) -> None:
         """From now on `sharded` takes the steps, in `world`."""
         ...
@@ -94,7 +98,8 @@ class Recovery(ABC):
         self._is_left = False
         """Whether the others go on without this rank, or nobody can."""
         if came is not None:
-            self._num_layouts, self._version, self._begun = came.label, came.version, came.void_after
+            self._num_layouts, self._version = came.label, came.version
+            self._begun = came.void_until - 1  # the others are about to begin the last that is void
             self._void_after, self._void_until = came.void_after, came.void_until
             self._taken_in = {came.version: came.void_after}
             self._num_steps = {came.version: sharded.progress.num_steps}
@@ -123,21 +128,29 @@ class Recovery(ABC):
 
     def is_void(self) -> bool:
         """Whether what the loop does now comes to nothing: see [Note: iterations]."""
-        return self._is_open and self._void_after < self._begun <= self._void_until
+        return self._is_open and self.was_void()
+
+    def was_void(self) -> bool:
+        """The same of the iteration that was begun last, also after its end."""
+        return self._void_after < self._begun <= self._void_until
 
     def _recover(self, error: CommError | None) -> None:
-        """Go on with the ranks that there are after a fault, or a change that was asked for.
+        """Go on with the ranks that there are after a fault, or where somebody comes or leaves, at the beginning of an
+        iteration, without one.
 
         Returns with the model laid out anew, as it was after the last step that all have taken, and at rest; raises
         what cannot be mended.
         """
         started = time.perf_counter()
+        lets_in = error is None
         while True:
             if isinstance(error, TurnedAwayError) or (isinstance(error, FaultError) and error.kind in _CODE):
                 self._is_left = True
+                if isinstance(error, TurnedAwayError):
+                    self._host.turned_away()
                 raise error
             try:
-                self._go_on(error)
+                self._go_on(error, lets_in=lets_in)
                 break
             except CommError as another:
                 error = another
@@ -152,13 +165,13 @@ class Recovery(ABC):
                 str(error).partition("\n")[0] if error is not None else "others have come, or left",
             )
 
-    def _go_on(self, error: CommError | None) -> None:
+    def _go_on(self, error: CommError | None, *, lets_in: bool) -> None:
         self._changes_wanted = False
         self._drop_quiet(error)
         for layout in (self._former, self._layout):
             if layout is not None and layout.survival is not None:
                 layout.survival.settle()
-        told = self._regroup()
+        told = self._regroup(lets_in=lets_in)
         layout, version, givers, images = self._choose(told)
         there = [one for one in told if one is not None]
         self._void_after = next(one.taken_in[version] for one in there)
@@ -192,7 +205,7 @@ class Recovery(ABC):
                 _log.warning("The batch after step %d is left out: it failed wherever it went.", num_steps)
         self._num_left_out = len(steps)
 
-    def _regroup(self) -> list[Told | None]:
+    def _regroup(self, *, lets_in: bool) -> list[Told | None]:
         """What each rank of the new world has told, `None` from those who have come."""
         layouts = [one for one in (self._former, self._layout) if one is not None]
         steps = {
@@ -201,7 +214,7 @@ class Recovery(ABC):
             if one.survival is not None
         }
         told = Told(self._begun, self._taken_in, self._complete_label, steps, self._results)
-        regrouped = self._membership.regroup(self._world, told.message())
+        regrouped = self._membership.regroup(self._world, told.message(), lets_in=lets_in)
         self._world = regrouped.world
         self._num_layouts += 1
         self._layout = self._layout.regrouped(regrouped.origins)
@@ -283,10 +296,15 @@ class Recovery(ABC):
         self._complete_label = self._layout.label
         self._host.take_over(self._world, sharded)
         self._moment.follow(sharded)
-        self._world.exchange(b"", "recovered")
+        self._hear_of_changes("recovered")
         self._former.remove()
         self._former = None
         self._enter_quiet()
+
+    def _hear_of_changes(self, subject: str) -> None:
+        """All say whether somebody wants to come or to leave, and so that they have come as far as this."""
+        wish = b"1" if self._membership.changes_wanted() else b""
+        self._changes_wanted = b"1" in self._world.exchange(wish, subject)
 
     def _drop_quiet(self, error: CommError | None) -> None:
         """After a fault nothing can be left in order."""

@@ -11,11 +11,12 @@ forwards are run without gradients, backwards and steps change nothing. Random n
 afterwards. What ranks ask each other outside of a step (`engine.mean`, `save`) is numbered within its iteration; a rank
 that has the answer tells those who were cut off.
 
-[Note: where ranks come in] Where somebody waits to come in, or asks to leave, all have heard it with the last commit.
-It is done at the beginning of the next iteration, which is void: of all calls of a loop the forward of a training step
-is the one that any loop comes to, whatever it does before its first, so that there a loop that has just begun and those
-of the others are at the same place. What it asks the others before, by `resume`, `any_rank` and the like, is answered
-by what they have said (`is_arriving`).
+[Note: where ranks come in] Where somebody waits to come in, or asks to leave, all have heard it with the last commit,
+or when they met after a fault. It is done at the beginning of the next iteration, which is void: of all calls of a loop
+the forward of a training step is the one that any loop comes to, whatever it does before its first, so that there a
+loop that has just begun and those of the others are at the same place. With the fault itself nobody comes: it may have
+met them anywhere, between a step and the next forward or in the middle of an iteration. What it asks the others before,
+by `resume`, `any_rank` and the like, is answered by what they have said (`is_arriving`).
 
 [Note: the commit] A step is taken when every rank has said that it has written it. No rank returns from the step
 before: so nobody can have gone on with a step that has to be undone.
@@ -76,7 +77,7 @@ class Session(Recovery):
         self._steps = PlainSteps(sharded.optimizer.members if sharded.optimizer is not None else (), self._plain_step)
         self._wrap()
         if came is not None:
-            self._world.exchange(b"", "recovered")
+            self._hear_of_changes("recovered")
             self._enter_quiet()
 
     def _before_update(self) -> None:
@@ -276,7 +277,7 @@ class Session(Recovery):
             self._moment.bring(self._came.groups, self._came.schedules)
             self._came = None
         self._num_outside = self._num_micro_batches = 0
-        if self._changes_wanted:  # what was read is of another dealing: the iteration is void
+        while self._changes_wanted:  # what was read is of another dealing: the iteration is void
             self._recover(None)
         if self._is_in_quiet and self._begun > self._void_until:
             self._leave_quiet()
@@ -325,8 +326,7 @@ class Session(Recovery):
             self._version: self._sharded.progress.num_steps,
         }
         self._survival.complete(self._version)
-        wish = b"1" if self._membership.changes_wanted() else b""
-        self._changes_wanted = b"1" in self._world.exchange(wish, "commit")
+        self._hear_of_changes("commit")
         self._survival.follow(self._version)
         self._membership.step = self._sharded.progress.num_steps
 

@@ -21,7 +21,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, StateError
 from shardwise.integrations.accelerate_saving import SavingAccelerator
 from shardwise.integrations.batches import DealingAccelerator, copies_of_a_batch
-from shardwise.integrations.plans import PlanLike, dtype_of, require_agreement, require_data_axes, settled, without
+from shardwise.integrations.plans import PlanLike, dtype_of, require_agreement, require_no_stages, settled, without
 from shardwise.integrations.preparing import (
     generate_in_step,
     ids_of,
@@ -40,8 +40,10 @@ class Accelerator(SavingAccelerator, DealingAccelerator):
     is prepared with its optimizer, together or one after the other; models that are not trained stay plain. Precision
     and compiler come from accelerate's `mixed_precision` and `dynamo_backend`, unless the plan sets them.
 
-    Raises `ConfigError` for a plan that splits batches or models between ranks (axes pp, tp, sp, ep), and for plugins
-    of other engines.
+    Ranks along `tp` and `sp` are given the same batches. A model of transformers splits a batch along `sp` by itself,
+    and returns the loss of the whole; others are given what `engine.split_sequence` makes of one.
+
+    Raises `ConfigError` for a plan with stages (axis pp), and for plugins of other engines.
     """
 
     default_plan: PlanLike = "zero3"
@@ -52,7 +54,7 @@ class Accelerator(SavingAccelerator, DealingAccelerator):
     def __init__(self, *args: Any, plan: PlanLike | None = None, **kwargs: Any) -> None:
         loaded = sw.load_plan(self.default_plan if plan is None else plan)
         refuse_engines(kwargs)
-        require_data_axes(loaded, "Accelerate")
+        require_no_stages(loaded, "Accelerate")
         self.copies_of_a_batch = copies_of_a_batch(loaded)
         super().__init__(*args, **kwargs)
         Accelerator.num_made += 1
@@ -176,6 +178,7 @@ class Accelerator(SavingAccelerator, DealingAccelerator):
             device = None if self.device.type == "cpu" else self.device
             self._together.leave()
             self._engines[model] = sw.shard(model, plan, optimizer=mine, world=self.world, device=device)
+            self._engines[model].give_whole_outputs()
             zero_together(model, self._engines[model])
             if self.reads_alone:
                 model.register_forward_pre_hook(self._together.leave_before_training, prepend=True)

@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.integrations.batches import copies_of_a_batch
 from shardwise.integrations.hf_deepspeed import ASKED
-from shardwise.integrations.plans import require_data_axes
+from shardwise.integrations.plans import require_no_stages
 
 _REFUSED = {
     "deepspeed": "DeepSpeed is another engine for what the plan does. Leave deepspeed out; the plan's preset zero1, "
@@ -38,11 +38,17 @@ _LAYERWISE = ("layerwise", "lomo")
 
 def refuse_arguments(args: Any, plan: sw.Plan, model: nn.Module | None) -> None:
     """Raise `ConfigError` for `TrainingArguments` and models that belong to another engine, and for such plans."""
-    require_data_axes(plan, "Trainer")
+    require_no_stages(plan, "Trainer")
     if copies_of_a_batch(plan) > 1 and (hasattr(args, "num_generations") or args.eval_use_gather_object):
         raise ConfigError(
-            "The plan's mesh has tp, and trainers that generate, as eval_use_gather_object does, number samples by "
-            "ranks. Take a mesh of data axes (dp, node, local)."
+            "The plan's mesh has tp or sp, and trainers that generate, as eval_use_gather_object does, number samples "
+            "by ranks. Take a mesh of data axes (dp, node, local)."
+        )
+    if (plan.mesh or {}).get("sp", 1) != 1 and getattr(args, "predict_with_generate", False):
+        raise ConfigError(
+            "The plan's mesh has sp, whose ranks share in the tokens of whole batches, and predict_with_generate makes "
+            "one token after another. Set it to False, and generate inside trainer.engine.inference(), where each rank "
+            "has whole sequences."
         )
     for name, why in _REFUSED.items():
         is_taken = name == "deepspeed" and hasattr(args, ASKED)

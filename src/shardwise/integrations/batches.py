@@ -1,7 +1,10 @@
-"""Which ranks get the same batch of a library's data loaders: those along `tp`; all others read data of their own."""
+"""Which ranks get the same batch of a library's data loaders: those along `tp` and `sp`; all others read their own."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +15,10 @@ from accelerate.utils import recursively_apply
 import shardwise as sw
 from shardwise.errors import ConfigError
 
-_AXIS = "tp"
+_AXES = ("tp", "sp")
+"""Along these ranks share in a batch."""
+_THEIR_AXIS = "tp"
+"""What Accelerate calls such an axis."""
 
 
 def copies_of_a_batch(plan: sw.Plan) -> int:
@@ -21,25 +27,28 @@ def copies_of_a_batch(plan: sw.Plan) -> int:
     Raises `ConfigError` for a mesh in which these are no neighbours, or not counted.
     """
     mesh = dict(plan.mesh or {})
-    size = mesh.get(_AXIS, 1)
-    if size == 1:
+    sharing = [axis for axis in _AXES if mesh.get(axis, 1) != 1]
+    if not sharing:
         return 1
-    if size < 1 or list(mesh)[-1] != _AXIS:
+    first = min(list(mesh).index(axis) for axis in sharing)
+    others = [axis for axis in list(mesh)[first:] if axis not in _AXES and mesh[axis] != 1]
+    if others or any(mesh[axis] < 1 for axis in sharing):
         listed = ", ".join(f"{axis}: {count}" for axis, count in mesh.items())
+        good = ", ".join(f"{axis}: 2" for axis in sharing)
         raise ConfigError(
-            f"The mesh is {{{listed}}}, and data is dealt to neighbours: say the size of {_AXIS}, and put it last, "
-            f"such as {{dp: -1, {_AXIS}: 2}}."
+            f"The mesh is {{{listed}}}, and data is dealt to neighbours: say the size of {' and '.join(sharing)}, and "
+            f"put {'them' if len(sharing) > 1 else 'it'} last, such as {{dp: -1, {good}}}."
         )
-    return size
+    return math.prod(mesh[axis] for axis in sharing)
 
 
 class DealtMesh:
     """What data loaders of Accelerate ask of a device mesh: how many neighbours get the same batch."""
 
-    mesh_dim_names = ("dp_shard", _AXIS)
+    mesh_dim_names = ("dp_shard", _THEIR_AXIS)
 
     def __init__(self, num_ranks: int, copies: int) -> None:
-        self._sizes = {"dp_shard": num_ranks // copies, _AXIS: copies}
+        self._sizes = {"dp_shard": num_ranks // copies, _THEIR_AXIS: copies}
 
     def __getitem__(self, name: str) -> _Axis:
         return _Axis(self._sizes[name])
@@ -73,7 +82,7 @@ class DealingAccelerator(PlainAccelerator):
 
     _schedulers: list[Any]
     copies_of_a_batch = 1
-    """Ranks that are given the same batch: the size of the mesh's `tp`."""
+    """Ranks that are given the same batch: the product of the mesh's `tp` and `sp`."""
     _counts_batches_once = False
 
     def _prepare_device_mesh(self) -> Any:
@@ -82,14 +91,14 @@ class DealingAccelerator(PlainAccelerator):
         return DealtMesh(self.num_processes, self.copies_of_a_batch)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """See accelerate. Ranks along `tp` are given the same batches."""
+        """See accelerate. Ranks along `tp` and `sp` are given the same batches."""
         is_read_by_one = self.dispatch_batches
         if is_read_by_one is None:
             is_read_by_one = isinstance(data_loader.dataset, torch.utils.data.IterableDataset)
         if self.copies_of_a_batch > 1 and is_read_by_one:
             raise ConfigError(
-                "Rank 0 would read all batches and deal them out to single ranks, and those along tp need the same "
-                "one. Set dispatch_batches=False, and every rank reads."
+                "Rank 0 would read all batches and deal them out to single ranks, and those along tp and sp need "
+                "the same one. Set dispatch_batches=False, and every rank reads."
             )
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
@@ -114,12 +123,20 @@ class DealingAccelerator(PlainAccelerator):
         if self.copies_of_a_batch == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         if use_gather_object:
-            raise ConfigError("gather_for_metrics(use_gather_object=True) counts batches of ranks along tp again.")
-        self._counts_batches_once = True
-        try:
+            raise ConfigError(
+                "gather_for_metrics(use_gather_object=True) counts batches of ranks along tp and sp again."
+            )
+        with self.counting_batches_once():
             return super().gather_for_metrics(input_data)
+
+    @contextmanager
+    def counting_batches_once(self) -> Iterator[None]:
+        """Inside, `gather` has each batch once, although several ranks are given it."""
+        before, self._counts_batches_once = self._counts_batches_once, self.copies_of_a_batch > 1
+        try:
+            yield
         finally:
-            self._counts_batches_once = False
+            self._counts_batches_once = before
 
     def _once(self, gathered: torch.Tensor) -> torch.Tensor:
         parts = gathered.chunk(self.num_processes)

@@ -12,21 +12,9 @@ import shardwise as sw
 from shardwise.errors import ConfigError
 
 PlanLike = sw.Plan | str | Path | dict[str, Any]
-_UNSHARED_AXES = ("pp", "sp")
 _SAME = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 HALVES = {"bf16", "fp16"}
-
-
-def require_data_axes(plan: sw.Plan, library: str) -> None:
-    """Raise `ConfigError` for a plan some of whose ranks need other parts of one batch, or micro-batches, which the
-    library's loop does not know of."""
-    wanted = [axis for axis in _UNSHARED_AXES if (plan.mesh or {}).get(axis, 1) != 1]
-    if wanted:
-        raise ConfigError(
-            f"The plan's mesh has {' and '.join(wanted)}, and {library} gives every rank whole samples of its own. "
-            f"Take a mesh of data axes (dp, node, local), ep and tp here, or a loop with engine.train_step(batch)."
-        )
 
 
 def require_no_stages(plan: sw.Plan, library: str) -> None:

@@ -120,7 +120,33 @@ class ShardwiseTrainerMixin(_Base):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The engine does it, part by part."""
 
+    # -- batches that several ranks share in -----------------------------------------------------------
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Trainer divides by the ranks that share in a batch, which it has counted only if it has asked all ranks."""
+        counted = super()._get_num_items_in_batch(batch_samples, device)
+        is_own = not (self.args.average_tokens_across_devices and self.args.world_size > 1)
+        return counted * self.get_tp_size() if is_own and isinstance(counted, torch.Tensor) else counted
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        with self.accelerator.counting_batches_once():
+            super()._track_num_input_tokens(inputs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """See Trainer. Where sequences are split, logits are joined if anybody is to see them."""
+        if self.engine is not None:
+            self.engine.give_whole_outputs(tokens=not prediction_loss_only)
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
     # -- training ---------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See Trainer."""
+        if self.engine is not None:
+            self.engine.give_whole_outputs()
+        return super().training_step(*args, **kwargs)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.accelerator.release(self.model)

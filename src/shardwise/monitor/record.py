@@ -69,12 +69,13 @@ class RunRecord:
     def resume(
         cls, path: str | Path, *, step: int, plan: Mapping[str, Any], world_size: int, **more: object
     ) -> RunRecord:
-        """Go on after `step`: later lines of the dead run are dropped. A record that is missing is begun."""
+        """Go on after `step`: later lines of the dead run are dropped, but for those that say what it died of. A record
+        that is missing is begun."""
         path = Path(path)
         if not path.exists():
             return cls.start(path, plan=plan, world_size=world_size, **more)
         old = read_record(path)
-        kept = [line for line in old.lines if line["step"] <= step]
+        kept = [line for line in old.lines if line["step"] <= step or line["kind"] == "fault"]
         return cls(path, [old.header, *kept, {**_header("resume", plan, world_size), **more, "step": step}])
 
     def write(self, kind: str, *, step: int, **values: object) -> None:

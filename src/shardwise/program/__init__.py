@@ -44,6 +44,7 @@ from shardwise.program.footprint import (
     footprint,
     resting_disk_bytes,
 )
+from shardwise.program.images import ImageBytes, image_bytes
 from shardwise.program.matrix_exchange import Matrix, MatrixExchange, matrix_exchanges
 from shardwise.program.plan import StepProgram, plan_step
 from shardwise.program.prefetch import prefetch
@@ -82,6 +83,7 @@ __all__ = [
     "FlatSpec",
     "Footprint",
     "HostFootprint",
+    "ImageBytes",
     "Mark",
     "Matrix",
     "MatrixExchange",
@@ -112,6 +114,7 @@ __all__ = [
     "fills_grad",
     "footprint",
     "gather_due",
+    "image_bytes",
     "is_over_schedule",
     "lines_on_hosts",
     "matrix_exchanges",

@@ -224,14 +224,14 @@ def _optim_bytes(
     for flat in flats:
         if not flat.trainable or flat.tier_of("master") != tier:
             continue
-        num_bytes += _optim_bytes_of(flat, states_per_param, coordinate)
+        num_bytes += optim_bytes_of(flat, states_per_param, coordinate)
     return num_bytes
 
 
 def disk_bytes(flat: FlatSpec, coordinate: Mapping[str, int] | None, states_per_param: int = 0) -> int:
     """Of the file with what one flat buffer has on a disk: whole pages for the parameters, if they rest there, and
     behind them whole pages for states and master weights."""
-    states = _optim_bytes_of(flat, states_per_param, coordinate) if flat.updates_from_disk else 0
+    states = optim_bytes_of(flat, states_per_param, coordinate) if flat.updates_from_disk else 0
     return resting_disk_bytes(flat) + up_to_page(states)
 
 
@@ -246,7 +246,8 @@ def up_to_page(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def _optim_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
+def optim_bytes_of(flat: FlatSpec, states_per_param: int, coordinate: Mapping[str, int] | None) -> int:
+    """States, and master weights where these are not the parameters themselves."""
     copies = (0 if flat.updates else states_per_param) + (0 if flat.master_is_param else 1)
     num_bytes = copies * flat.num_bytes(flat.table.optim.shard, flat.table.optim.dtype)
     return num_bytes + _state_bytes(flat, coordinate)

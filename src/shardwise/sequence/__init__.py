@@ -2,6 +2,7 @@
 
 from shardwise.sequence.blocks import Weighing
 from shardwise.sequence.check import check_model
+from shardwise.sequence.joining import WholeOutputs
 from shardwise.sequence.layout import Layout
 from shardwise.sequence.parallel import SequenceParallel
 from shardwise.sequence.rehearsed import rehearsed_by
@@ -14,6 +15,7 @@ __all__ = [
     "SequenceParallel",
     "Visibility",
     "Weighing",
+    "WholeOutputs",
     "check_model",
     "rehearsed_by",
     "ring_attention",

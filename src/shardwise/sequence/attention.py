@@ -30,6 +30,8 @@ class Sample:
     layout: Layout
     documents: Tensor | None = None
     kept: Tensor | None = None
+    num_padded: int = 0
+    """Of the layout's tokens, those behind that were not in the batch."""
 
     def goes_with(self, other: Sample) -> bool:
         """Whether attention over the two is split in the same way."""
@@ -39,7 +41,7 @@ class Sample:
     def rows(self, place: int, num: int) -> Sample:
         """Of rows that are cut into `num` micro-batches, those of the one at `place`."""
         documents, kept = (None if one is None else one.chunk(num)[place] for one in (self.documents, self.kept))
-        return Sample(self.layout, documents, kept)
+        return Sample(self.layout, documents, kept, self.num_padded)
 
 
 class Asked(NamedTuple):
@@ -104,7 +106,7 @@ class Attention:
             raise ModelError(
                 f"Attention of {query.shape[-2]} queries to {key.shape[-2]} keys, but engine.split_sequence gave this "
                 f"rank {sample.layout.num_local} tokens. Only attention of the batch's tokens to each other can be "
-                f"split over {self.line.axis!r}."
+                f"split over {self.line.axis!r}. Generate inside engine.inference(), where a rank has whole sequences."
             )
         return sample
 

@@ -107,7 +107,7 @@ class Splitter:
             documents = None if documents is None else functional.pad(documents, (0, missing), value=-1)
         layout = Layout(num_tokens + missing, self._line.num_ranks, self._is_zigzag)
         cut = {name: self._cut(value, layout) for name, value in batch.items()}
-        return cut, Sample(layout, documents, kept)
+        return cut, Sample(layout, documents, kept, missing)
 
     def _cut(self, value: Any, layout: Layout) -> Any:
         is_by_token = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == layout.num_tokens

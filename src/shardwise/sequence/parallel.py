@@ -30,6 +30,7 @@ from shardwise.sequence import hugging_face
 from shardwise.sequence.attention import Attention, Sample
 from shardwise.sequence.batch import Splitter
 from shardwise.sequence.check import is_ring
+from shardwise.sequence.joining import WholeOutputs, join, whole_output
 from shardwise.sequence.rehearsed import rehearsed
 from shardwise.sequence.routing import Routing
 
@@ -45,7 +46,15 @@ class SequenceParallel:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, mesh: Mesh, world: World, device: torch.device, *, in_stages: bool = False
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        world: World,
+        device: torch.device,
+        whole_outputs: WholeOutputs,
+        *,
+        in_stages: bool = False,
     ) -> None:
         """`in_stages`: a forward of `model` is that of one pipeline stage."""
         self._line = Line(world.collectives(device), world.group(mesh, SEQUENCE_AXIS))
@@ -58,6 +67,9 @@ class SequenceParallel:
         self._numbering = None if hugging_face.pretrained_in(model) else model
         self._running = _Running()
         self._is_suspended = False
+        self._whole_outputs = whole_outputs
+        self._split_call: dict[str, Any] | None = None
+        """The whole batch that the forward which runs has split by itself."""
         self._in_stages = in_stages
         self._is_checked = False
         """Whether it is known that some stage asks for attention."""
@@ -83,6 +95,17 @@ class SequenceParallel:
         self._given.note(part, batch, sample)
         self.attention.sample = sample
         return part
+
+    def join(self, part: Tensor, dim: int) -> Tensor:
+        """See `Engine.join_sequence`."""
+        if self._is_suspended:
+            return part
+        if self.attention.sample is None:
+            raise StateError(
+                "engine.join_sequence joins what was made of a batch that engine.split_sequence, or the model, has "
+                "split, and none was yet. Call the model first."
+            )
+        return join(part, self._line, self.attention.sample, dim)
 
     def note_micro_batches(self, batch: object, parts: Sequence[MicroBatch]) -> None:
         """`parts` have the rows of `batch`, one after the other."""
@@ -141,27 +164,38 @@ class SequenceParallel:
         """Whose tokens the model is called with. A model of transformers that is given a whole batch gets its part."""
         if self._is_suspended or in_backward():
             return None
+        self._split_call = None
         sample = self._given.sample_of((args, kwargs))
         if sample is not None:
             self.attention.sample = sample
             return None
         called = self._splitter.whole_call(args, kwargs) if self._numbering is None else None
         if called is not None:
+            self._split_call = called
             return (), self.split(called, None)
         self._given.require_one()
         return None
 
-    def _after(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002  # of a hook
+    def _after(self, module: nn.Module, args: object, output: object) -> object:  # noqa: ARG002  # of a hook
         running = self._running
         running.depth = max(0, running.depth - 1)
         if running.depth or running.stack is None:
-            return
+            return None
         stack, running.stack = running.stack, None
         stack.close()
         if not in_backward():
             self._watch(output)
         if module is self._model and output is not None and not (self._in_stages or in_backward()):
             self._require_asked(self.attention.num_calls)
+            return self._joined(output)
+        return None
+
+    def _joined(self, output: object) -> object:
+        """What the whole batch comes to that this forward has split by itself, if that is asked for."""
+        sample, called, self._split_call = self.attention.sample, self._split_call, None
+        if called is None or sample is None or not self._whole_outputs.are_asked_for:
+            return None
+        return whole_output(output, self._line, sample, called, with_tokens=self._whole_outputs.with_tokens)
 
     def _enter(self, stack: ExitStack, module: nn.Module) -> None:
         if not in_backward():

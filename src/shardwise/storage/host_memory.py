@@ -15,6 +15,7 @@ import torch
 
 from shardwise.devices import Accelerator, Event, RankDevice, Stream
 from shardwise.telemetry import ByteMeter
+from shardwise.tiers import pages
 
 Tensor = torch.Tensor
 
@@ -67,6 +68,7 @@ class HostMemory:
     def __init__(self, meter: ByteMeter, device: RankDevice | None = None) -> None:
         """`device` is the rank's, if tensors lie there; `None`: they lie in the host's own memory."""
         self._meter = meter.on("host")
+        self._device = device
         self._accelerator = device.accelerator if device is not None else None
         self._streams: dict[str, Stream] = {}
         self._free: dict[int, list[tuple[Tensor, Copy]]] = {}
@@ -97,7 +99,7 @@ class HostMemory:
 
     def _taken(self, num_bytes: int) -> Tensor:
         if self._accelerator is not None and num_bytes:
-            return self._accelerator.pinned(num_bytes)
+            return pages(num_bytes, self._device)[:num_bytes]
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     # -- copies -----------------------------------------------------------------------------------------

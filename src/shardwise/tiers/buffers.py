@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,11 +21,7 @@ _LARGE_PAGE_BYTES = 2**21
 
 
 class Stage:
-    """Host memory that grows as it is asked for, and is kept. It begins on a page; pinned where a device fills it.
-
-    [Note: pinned pages] Torch's own pinned memory is rounded up to a power of two: for an image of 33 GiB, 64. So pages
-    are locked where they lie, if the accelerator can do that.
-    """
+    """Host memory that grows as it is asked for, and is kept. It begins on a page; pinned where a device fills it."""
 
     def __init__(self, device: RankDevice | None = None) -> None:
         """Pinned for copies from `device`, if one is given."""
@@ -39,17 +36,28 @@ class Stage:
 
 
 def pages(num_bytes: int, device: RankDevice | None = None) -> torch.Tensor:
-    """Host memory that begins on a page; pinned for `device`. A flat uint8 tensor of at least `num_bytes`."""
-    mapped = _mapped(max(num_bytes, PAGE))
+    """Host memory that begins on a page; pinned for `device`. A flat uint8 tensor of at least `num_bytes`.
+
+    [Note: pinned pages] Torch's own pinned memory is rounded up to a power of two: for an image of 33 GiB, 64. So pages
+    are locked where they lie, if the accelerator can do that, and unlocked before they go: that is not when the
+    mapping goes, whose end Python tells of when it has come, but when its one user does, an array of `ctypes`.
+    """
+    size = max(num_bytes, PAGE)
+    mapped = (ctypes.c_char * size).from_buffer(_mapped(size))
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     if device is None or device.accelerator is None:
         return memory
     with device.here():
         unlock = device.accelerator.lock_pages(memory.data_ptr(), memory.numel())
         if unlock is None:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    weakref.finalize(mapped, unlock).atexit = False
+            return device.accelerator.pinned(num_bytes)
+    weakref.finalize(mapped, _unlock, device, unlock).atexit = False
     return memory
+
+
+def _unlock(device: RankDevice, unlock: Callable[[], None]) -> None:
+    with device.here():
+        unlock()
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:

@@ -22,11 +22,11 @@ NewsKind = Literal["entering", "formed", "over", "wanted", "out", "bye", "end"]
 class Said:
     """From a member to the launcher.
 
-    `here`: waits to be let in. `heard`: has read that `generation` begins or is
-    over (`text`). `ready`: has left `generation`
-    and waits for the next; `text` is the fault, if that is why, and `blames` are members that kept it waiting for too
-    long. `opened`: has entered it. `leaving`: asks to leave. `done`, `raised`: is through with the job, or raised
-    `text`. `patience_seconds` is how long others may wait for it.
+    `here`: waits to be let in. `heard`: has read that `generation` begins or is over (`text`). `ready`: has left
+    `generation` and waits for the next; `text` is the fault, if that is why, and `blames` are members that kept it
+    waiting for too long; unless it `lets_in`, nobody new is to come to where it stands. `opened`: has entered it.
+    `leaving`: asks to leave. `done`, `raised`: is through with the job, or raised `text`. `patience_seconds` is how
+    long others may wait for it.
     """
 
     kind: SaidKind
@@ -37,6 +37,7 @@ class Said:
     blames: tuple[int, ...] = ()
     patience_seconds: float = 600
     pid: int = 0
+    lets_in: bool = True
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

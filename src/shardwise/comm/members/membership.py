@@ -81,6 +81,7 @@ class StoreMembership:
         self._over: dict[int, News] = {}
         self._wanted = -1
         self._has_asked = self._has_ended = False
+        self._lets_in = True
         self._opening: Opening | None = None
         self._world: World | None = None
         if post.has_said():
@@ -120,8 +121,9 @@ class StoreMembership:
         found.world.is_newcomer = not is_first
         return found.world
 
-    def regroup(self, world: World, told: bytes) -> Regrouped:
+    def regroup(self, world: World, told: bytes, *, lets_in: bool = True) -> Regrouped:
         """See `Membership`."""
+        self._lets_in = lets_in
         fault = world.fault
         world.part()
         with self._changed:
@@ -216,7 +218,7 @@ class StoreMembership:
         with self._changed:
             self._news = [news for news in self._news if news.generation > self._generation or news.kind != "entering"]
         said = Said("ready", self.member, self._generation, self.step, fault, blames, self._timeout_seconds)
-        self._post.say(said, told)
+        self._post.say(replace(said, lets_in=self._lets_in), told)
 
     def _say(self, kind: str, text: str = "") -> None:
         pid = os.getpid()  # whoever was started for this rank may have started it in turn

@@ -252,6 +252,7 @@ class ElasticAgent:
                 time.monotonic() - min((loss.at for loss in council.losses), default=0.0),
                 len(self._due) + sum(person.is_alive and not person.is_member for person in council.people.values()),
                 f"{self._budget.num_used} of {self._budget.retries} within {self._budget.seconds:g} s",
+                council.least,
             )
             self._judge()
             verdict, self._verdict = self._verdict, None

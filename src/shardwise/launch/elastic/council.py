@@ -6,6 +6,10 @@ A generation is *entered* when it was announced, *formed* when all its members h
 when one of them died or met a fault. Then the council gathers: each member that lives says that it is ready (so its
 main thread has left the old generation), and with the last of them the next one is announced. Where changes are wanted
 and nobody died, all get ready by themselves, at one step boundary, and nothing has to be over for that.
+
+[Note: where somebody comes in] After a death members stand wherever it met them, and one that is new cannot take up
+there what they do. Members that say so (`lets_in`) meet alone, and are told with it that changes are wanted: so all get
+ready once more at the next place where somebody can come in. Too few of them do so too, and wait there.
 """
 
 from __future__ import annotations
@@ -149,7 +153,8 @@ class Council:
     @property
     def is_busy(self) -> bool:
         """Whether a generation is being made, so that every millisecond counts."""
-        return self.state in ("gathering", "entering") and bool(self.members)
+        waits = self.state == "gathering" and not self._must_wait()  # for somebody who is to come
+        return self.state in ("gathering", "entering") and bool(self.members) and not waits
 
     @property
     def is_ending(self) -> bool:
@@ -203,11 +208,14 @@ class Council:
         if all(person.opened >= self.generation for person in self._living()) and self._living():
             self.state, self._num_vain = "formed", 0
             self.formed, self.former = self.generation, self.members
+            self._call_for_changes()  # before: who enters knows it
             self._publish(News("formed", self.generation))
 
     def _call_for_changes(self) -> None:
         room = self.most - len(self._living())
-        comes = room > 0 and not self.is_ending and any(person.waits for person in self.people.values())
+        is_too_few = len(self._living()) < self.least
+        waits = any(person.waits for person in self.people.values()) or is_too_few
+        comes = room > 0 and not self.is_ending and waits
         leaves = any(person.is_leaving for person in self._living())
         if (comes or leaves) and self._wanted != self.generation:
             self._wanted = self.generation
@@ -233,15 +241,18 @@ class Council:
             return
         self._let_go([person for person in self._living() if person.is_leaving])
         staying = self._living()
-        coming = [person for person in self._others() if person.waits][: max(0, self.most - len(staying))]
+        lets_in = all(person.ready is None or person.ready.lets_in for person in staying)
+        others = [person for person in self._others() if person.waits][: max(0, self.most - len(staying))]
+        coming = others if lets_in else []
+        can_come = not self.is_ending and self.can_grow()
         if self.former and not staying:
             if not self.is_ending:
                 self._end("Nobody is left who knows how far the training has come.")
         elif self._num_vain > _MOST_VAIN:
             self._end("The ranks could not meet again, though none of them died.")
-        elif len(staying) + len(coming) >= self.least:
+        elif len(staying) + len(coming) >= self.least or (can_come and not lets_in):
             self._enter([person.number for person in (*staying, *coming)], now)
-        elif self.is_ending or not self.can_grow():
+        elif not can_come:
             left = f"{len(staying)} rank{' is' if len(staying) == 1 else 's are'} left"
             self._end(f"{left}, and the job needs {self.least} (--elastic).")
 

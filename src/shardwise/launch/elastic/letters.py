@@ -28,6 +28,8 @@ class Change:
     num_starting: int
     """Processes that start in the place of dead ones."""
     budget: str
+    least: int = 0
+    """So many are needed to train on."""
 
 
 def letter(change: Change, verdict: Blame | None = None) -> str:
@@ -47,8 +49,13 @@ def letter(change: Change, verdict: Blame | None = None) -> str:
     if not lines:
         lines.append("the ranks have met anew.")
     after = f", {change.seconds:.2f} s later" if change.losses else ""
-    verb = "goes" if change.size == 1 else "go"
-    lines.append(f"{_ranks(change.size)} {verb} on after step {change.step}{after}.")
+    s = "s" if change.size == 1 else ""
+    if change.size < change.least:
+        comma = "," if after else ""
+        wait = f"wait{s} after step {change.step}{after}{comma} for others: the job needs {change.least} (--elastic)"
+        lines.append(f"{_ranks(change.size)} {wait}.")
+    else:
+        lines.append(f"{_ranks(change.size)} {'goes' if s else 'go'} on after step {change.step}{after}.")
     if change.losses and change.num_starting:
         what = "A process starts" if change.num_starting == 1 else f"{change.num_starting} processes start"
         lines.append(f"{what} in the place of the dead (retries: {change.budget}).")

@@ -1,0 +1,52 @@
+"""What `explain` says that the images of a rank take is what they take."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import World
+from shardwise.program import image_bytes
+from tests.ranks.threads_that_die import run_mortals
+
+WIDTH, NUM_RANKS, PER_PIECE = 64, 2, 3 * 64
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.layers[1].weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "zero3-kept"])
+def test_images_take_what_is_promised(preset: str, precision: str, tmp_path: Path) -> None:
+    start = Net()
+    models = [copy.deepcopy(start) for _ in range(NUM_RANKS)]
+
+    def work(world: World, member: int) -> tuple[int, int, int]:
+        model = models[member]
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+        engine = sw.shard(model, {"preset": preset, "precision": precision}, optimizer=optimizer, world=world)
+        for _ in range(3):
+            engine.backward(engine(torch.ones(4, WIDTH)).float().sum())
+            engine.step()
+        specs = [flat.spec for flat in engine._sharded.flats]
+        promised = image_bytes(specs, 2, engine._sharded.mesh.coordinate(world.rank))
+        held = engine.memory().image_bytes
+        num_pieces = len(list(model.parameters()))
+        engine.close()
+        return held, promised.total, num_pieces
+
+    for held, promised, num_pieces in run_mortals(NUM_RANKS, work, tmp_path).values():
+        assert abs(held - promised) <= 2 * PER_PIECE * num_pieces
