@@ -114,7 +114,7 @@ class Assembly:
         collectives.prepare(self._mesh)
         buffers = BufferSync(self._model, self._data_group, on_host)
         verdict = self._verdict(collectives, buffers)
-        executor = Executor(flats, collectives, self._groups)
+        executor = Executor(sharding.units, collectives, self._groups)
         executor.provide("verdict", lambda action: verdict.sum_over(action.over))
         executor.provide("buffers", lambda _: buffers.share())
         self._adopt(optimizers, collectives, executor)

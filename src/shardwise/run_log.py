@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -166,19 +166,16 @@ class RunLog:
         is_step = kind == "step"
         lap = self._world.journal.clock.lap() if is_step else Lap(0.0, 0.0, {})
         num_steps = max(1, sharded.progress.num_steps - self._last_step)
-        mine = self._told(sharded, numbers if mean else {}, tokens, samples, lap).message()
+        told_values = numbers if mean or self._world.rank == 0 else {}
+        mine = self._told(sharded, told_values, tokens, samples, lap).message()
         told = [Told.of(message) for message in ask(lambda: self._tell(mine, is_step=is_step))]
-        check_names(told)
-        means = numbers
-        if mean:
-            weights = [one.weight for one in told]
-            means = {name: mean_of([one.values[name] for one in told], weights) for name in numbers}
+        written = _means(told, numbers) if mean else told[0].values
         sharded = self._sharded or sharded  # that of another generation, perhaps
         step = sharded.progress.num_steps
         if is_void():
             self._last_step = step if is_step else self._last_step
-            return means
-        said = Said(kind, step, means, *(self._all_told(sharded, told, num_steps) if is_step else ({}, 0)))
+            return written if mean else numbers
+        said = Said(kind, step, written, *(self._all_told(sharded, told, num_steps) if is_step else ({}, 0)))
         if self._world.rank == 0:
             self._begin(sharded, step - 1 if is_step else step)
             self._write(said)
@@ -189,7 +186,7 @@ class RunLog:
         if is_step:
             self._look_for_slow(sharded, told, step)
             self._last_step = step
-        return means
+        return written if mean else numbers
 
     def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
         """What `log` would take `values` for. This rank alone."""
@@ -366,6 +363,12 @@ class _Bytes:
             "measured": dict(zip(_TIERS, measured, strict=True)),
             "replicated": {"device": report.replicated},
         }
+
+
+def _means(told: list[Told], names: Collection[str]) -> dict[str, float]:
+    check_names(told)
+    weights = [one.weight for one in told]
+    return {name: mean_of([one.values[name] for one in told], weights) for name in names}
 
 
 def _closer(log: weakref.ref[RunLog]) -> Callable[[], None]:

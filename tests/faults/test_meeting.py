@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 import shardwise as sw
+import warm
 from shardwise.comm import Meeting
 from shardwise.errors import CommError, FaultError
 
@@ -152,8 +153,9 @@ def test_a_rank_that_ends_before_it_joins(tmp_path: Path) -> None:
         "import shardwise as sw\n"
         "with sw.World.join(): raise AssertionError\n"
     )
-    command = [sys.executable, "-m", "shardwise", "launch", "--nproc", "3", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False)
+    command = [warm.python(), "-m", "shardwise", "launch", "--nproc", "3", str(script)]
+    environment = {**os.environ, **warm.RANKS_TOO}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=230, check=False, env=environment)
     assert done.returncode == 1
     assert done.stderr.startswith(
         "shardwise: rank 1 of 3 ended early: its script was over, and the others needed it.\n"

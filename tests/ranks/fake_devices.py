@@ -135,6 +135,13 @@ class FakeGroups:
     def all_gather(self, full: Tensor, own: Tensor, group: Group) -> FakeWork:
         return self._work("gather", group, [own], [full], lambda given, _: full.copy_(torch.cat([g[0] for g in given])))
 
+    def all_gather_coalesced(self, fulls: Sequence[Tensor], owns: Sequence[Tensor], group: Group) -> FakeWork:
+        def act(given: list[list[Tensor]], _: int) -> None:
+            for number, full in enumerate(fulls):
+                full.copy_(torch.cat([g[number] for g in given]))
+
+        return self._work("gather together", group, owns, fulls, act)
+
     def reduce_scatter(self, out: Tensor, source: Tensor, group: Group) -> FakeWork:
         def act(given: list[list[Tensor]], place: int) -> None:
             out.copy_(_sum([g[0].chunk(len(given))[place] for g in given]))

@@ -250,6 +250,24 @@ def test_other_plans_and_engines_make_the_same_groups_everywhere(when: When, can
     assert all(made == devices.made[0] for made in devices.made.values())
 
 
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("case", [("zero3", 2, None), ("hpz", 4, GRID)], ids=["zero3", "hpz"])
+def test_what_a_unit_gathers_at_one_moment_is_launched_as_one(case: tuple[str, int, Any], when: When) -> None:
+    """A unit with frozen parameters has two flat buffers."""
+    model, data = small(), batches(3)
+    for param in model.blocks[0].parameters():
+        param.requires_grad_(param.dim() == 1)
+    devices = Devices(when)
+    run = run_on_devices(devices, model, data, case, trained_adamw)
+    assert_same(run, plain_run(model, data, trained_adamw))
+    assert devices.num_works["gather together"] >= case[1], "on each rank, in a backward"
+    assert devices.num_works == devices.num_waited
+
+
+def trained_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+
 @pytest.mark.timeout(600)
 @settings(
     max_examples=NUM_MODELS,

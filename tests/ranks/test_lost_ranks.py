@@ -217,7 +217,7 @@ def test_a_second_death_is_known_at_once_in_the_world_that_there_is_then() -> No
 
     started = time.monotonic()
     assert run_mortals(3, work, None) == {2: "raised"}
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
 
 
 def test_clipping_accumulation_and_micro_batches(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.comm import World
@@ -116,3 +118,59 @@ def test_wherever_ranks_die_and_others_come(tmp_path: Path) -> None:
         folder.mkdir()
         deaths = {number % 2: 11 + 4 * number, 2: 60 - 3 * number}
         trained(folder, plan={"preset": ("zero3", "ddp")[number % 2]}, deaths=deaths, num_newcomers=2, most_wrong=2)
+
+
+class LossOf(nn.Module):
+    """Of rows that are inputs and targets."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.net(rows[:, :16]), rows[:, 16:])
+
+
+@pytest.mark.parametrize(("point", "draws"), [("begin", False), ("backward", False), ("begin", True)])
+def test_loaders_hand_out_each_batch_to_all_who_are_there(point: str, draws: bool, tmp_path: Path) -> None:
+    """The batch of two void iterations, one with the death and one with the newcomer, comes again; with `draws`
+    micro-batches are drawn by `train_step`."""
+    rows = torch.randn(50, 24, generator=torch.Generator().manual_seed(1))
+    model, accumulate = LossOf(Net()), 2 if draws else 1
+    models = [copy.deepcopy(model) for _ in range(NUM_RANKS + 1)]
+
+    def work(world: World, member: int) -> dict[str, torch.Tensor]:
+        own = models[member]
+        engine = sw.shard(own, {"preset": "zero2", "accumulate": accumulate}, optimizer=adamw(own), world=world)
+        with sw.data.Loader(
+            rows, batch_rows=ROWS, world=engine.data_ranks, accumulate=accumulate, steps=NUM_STEPS
+        ) as loader:
+            batches = iter(loader)
+            while engine.num_steps < NUM_STEPS:
+                if (member, engine.num_steps, point) == (1, 2, "begin"):
+                    raise Killed
+                if draws:
+                    engine.train_step(batches, loss_fn=lambda told: told)
+                    continue
+                loss = own(next(batches))
+                if (member, engine.num_steps, point) == (1, 2, "backward"):
+                    raise Killed
+                engine.backward(loss)
+                engine.step()
+        state = engine.state_dict()
+        engine.close()
+        return state
+
+    results = run_mortals(NUM_RANKS, work, tmp_path, num_newcomers=1)
+    assert len(results) == NUM_RANKS
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    with sw.data.Loader(rows, batch_rows=ROWS, steps=NUM_STEPS) as loader:
+        for one in loader:
+            loss = plain(one)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            optimizer.step()
+    for state in results.values():
+        for name, whole in plain.named_parameters():
+            assert (state[name] - whole).abs().max() <= 2e-6 * max(1.0, whole.abs().max()), name

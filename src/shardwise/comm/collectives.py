@@ -7,6 +7,7 @@ which makes and ends them, has a `Communicator`, which is all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -121,6 +122,10 @@ class Communicator(Collectives, Buffers, Protocol):
 
     def prepare(self, mesh: Mesh) -> None:
         """Make what collectives over the axes of `mesh` need. All ranks of the world call."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside, all-gathers over one line may be launched as one, at the end or when the first is waited for."""
         ...
 
     def transport(self, group: Group) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import AllgatherOptions, Store
 from torch.distributed import distributed_c10d
 
 # 2.13 renamed the single-tensor collectives and warns on the old names; 2.11 has only the old ones.
@@ -18,6 +18,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def all_gather_single(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     work: dist.Work = _all_gather(out, own, group=group, async_op=True)
+    return work
+
+
+def all_gather_coalesced(outs: list[torch.Tensor], owns: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Several as one: a backend that can launches them together."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    # 2.13 renamed this one too; before, a group has the old name alone
+    gather: Any = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    work: dist.Work = gather(outs, owns, options)
     return work
 
 

@@ -18,7 +18,9 @@ must not depend on the lines that a rank is on itself: it is remembered by axis,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -66,6 +68,8 @@ class DeviceCollectives:
         self._made: set[tuple[int, int]] = set()
         """Axes whose lines have been made, each by size and stride; see [Note: lines of a mesh]."""
         self._stream: Stream | None = None
+        self._put_off: list[_PutOff] | None = None
+        """All-gathers that wait for others, inside of `together`."""
         self.journal.device_wait = self._marker.awaited
 
     def prepare(self, mesh: Mesh) -> None:
@@ -95,7 +99,38 @@ class DeviceCollectives:
         numel = full.numel() // len(group.ranks)
         own = chunks[group.index] if chunks else full.narrow(0, group.index * numel, numel)
         self._count("gather", group, numel, full.dtype)
-        return self._started(entry, group, lambda by: by.all_gather(full, own, self._line_of(group).gathers))
+        by_group = self._line_of(group).gathers
+        if self._put_off is None:
+            return self._started(entry, group, lambda by: by.all_gather(full, own, by_group))
+        put_off = _PutOff(full, own, by_group, self._launch)
+        self._put_off.append(put_off)
+        return self._started(entry, group, lambda _: put_off)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """[Note: gathers as one] What a unit's flat buffers are gathered by is launched as one kernel for each line and
+        dtype: with adapters half of the launches. All ranks come here with the same ones, as programs are the same."""
+        self._put_off = []
+        try:
+            yield
+        finally:
+            self._launch()
+            self._put_off = None
+
+    def _launch(self) -> None:
+        """Start what was put off."""
+        waiting, self._put_off = self._put_off or [], []
+        alike: dict[tuple[int, torch.dtype], list[_PutOff]] = {}
+        for one in waiting:
+            alike.setdefault((id(one.by_group), one.full.dtype), []).append(one)
+        for some in alike.values():
+            fulls, owns, by_group = [one.full for one in some], [one.own for one in some], some[0].by_group
+            if len(some) == 1:
+                work = self._groups.all_gather(fulls[0], owns[0], by_group)
+            else:
+                work = _OfSeveral(self._groups.all_gather_coalesced(fulls, owns, by_group))
+            for one in some:
+                one.work = work
 
     def reduce_scatter(
         self,
@@ -260,6 +295,35 @@ _OTHER_STREAM = (
     "lets go would be given to the other while it is still read. Make the engine, and run all that its model does, "
     "under one stream; others are for what is outside of the model."
 )
+
+
+@dataclass
+class _PutOff:
+    """An all-gather that is to be launched with others."""
+
+    full: Tensor
+    own: Tensor
+    by_group: ProcessGroup
+    launch: Callable[[], None]
+    work: TorchWork | None = None
+
+    def wait(self) -> None:
+        if self.work is None:
+            self.launch()
+        assert self.work is not None
+        self.work.wait()
+
+
+class _OfSeveral:
+    """What was launched as one: the stream that waits for one of them has waited for all."""
+
+    def __init__(self, work: TorchWork) -> None:
+        self._work: TorchWork | None = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
 
 
 class _Queued:

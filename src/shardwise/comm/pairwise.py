@@ -8,6 +8,7 @@ message, so a rank sends what a ring would, in one round instead of one per rank
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -183,6 +184,9 @@ class Pairwise:
     def is_on_one_host(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002
         """Whether these ranks of the world share memory; asked on hosts where some do."""
         return True
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()  # nothing is launched
 
     def transport(self, group: Group) -> str:  # noqa: ARG002
         return self._transport.name

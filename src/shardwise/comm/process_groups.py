@@ -53,6 +53,10 @@ class ProcessGroups(Protocol):
 
     def all_gather(self, full: Tensor, own: Tensor, group: ProcessGroup) -> TorchWork: ...
 
+    def all_gather_coalesced(self, fulls: Sequence[Tensor], owns: Sequence[Tensor], group: ProcessGroup) -> TorchWork:
+        """Several of one dtype or of different ones, launched as one."""
+        ...
+
     def reduce_scatter(self, out: Tensor, source: Tensor, group: ProcessGroup) -> TorchWork: ...
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> TorchWork: ...
@@ -112,6 +116,9 @@ class TorchGroups:
 
     def all_gather(self, full: Tensor, own: Tensor, group: ProcessGroup) -> TorchWork:
         return compat.all_gather_single(full, own, group)
+
+    def all_gather_coalesced(self, fulls: Sequence[Tensor], owns: Sequence[Tensor], group: ProcessGroup) -> TorchWork:
+        return compat.all_gather_coalesced(list(fulls), list(owns), group)
 
     def reduce_scatter(self, out: Tensor, source: Tensor, group: ProcessGroup) -> TorchWork:
         return compat.reduce_scatter_single(out, source, group)

@@ -3,10 +3,12 @@
 from shardwise.init.check import check_model, check_same_everywhere, check_same_settings
 from shardwise.init.deferred import is_deferred
 from shardwise.init.first_values import FirstValues, Wishes
+from shardwise.init.loading import Building, materialize
 from shardwise.init.meta import Init
 from shardwise.init.recorder import deferred_init
 
 __all__ = [
+    "Building",
     "FirstValues",
     "Init",
     "Wishes",
@@ -15,4 +17,5 @@ __all__ = [
     "check_same_settings",
     "deferred_init",
     "is_deferred",
+    "materialize",
 ]

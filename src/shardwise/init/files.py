@@ -6,7 +6,7 @@ range. Reading them with `pread` into place needs no mapping, whose pages would 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,18 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class WeightFiles:
-    """The tensors of one safetensors file, or of a folder as `save_pretrained` writes it; headers only, so far.
+    """The tensors of one safetensors file, of several, or of a folder as `save_pretrained` writes it; headers only.
 
     Raises `CheckpointError` for files that are missing, damaged, or of another format.
     """
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
+    def __init__(self, place: Path | Sequence[Path]) -> None:
+        self.place = place if isinstance(place, Path) else place[0].parent
+        self.said = str(place) if isinstance(place, Path) else ", ".join(map(str, place))
         self.bytes_read = 0
         self.tensors: dict[str, Stored] = {}
-        for path, promised in _files(place).items():
+        files: Mapping[Path, Sequence[str]] = _files(place) if isinstance(place, Path) else dict.fromkeys(place, ())
+        for path, promised in files.items():
             found = read_head(path)
             if lacking := [name for name in promised if name not in found]:
                 raise CheckpointError(f"{path} has no {some(lacking)}, though the index says so; it is incomplete.")

@@ -22,6 +22,7 @@ from shardwise.errors import CheckpointError, ModelError
 from shardwise.init.check import check_model
 from shardwise.init.deferred import Deferred, undefer
 from shardwise.init.files import WeightFiles
+from shardwise.init.loading import read_part
 from shardwise.init.match import Match, match
 from shardwise.init.meta import Init, record_init
 from shardwise.init.tape import Origin, Ref, digest_of, origin_of, replay, tensor_bytes
@@ -216,6 +217,8 @@ class FirstValues:
         origin = origin_of(tensor)
         if origin is None:
             return tensor.detach().reshape(-1)[span.start : span.stop]
+        if (part := read_part(tensor, origin, span)) is not None:
+            return part
         if self._replayed is None or self._replayed[0] is not origin:
             self._replayed = None  # the one before goes first
             self._replayed = origin, replay([origin])[origin]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,8 @@ class Match:
     names: Mapping[str, str] = field(default_factory=dict)
     """What a recipe calls a tensor that it makes."""
     note: str = ""
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
     _last: tuple[Recipe, dict[str, Tensor]] | None = None
 
     def __contains__(self, name: str) -> bool:
@@ -84,6 +86,8 @@ def match(model: nn.Module, files: WeightFiles, *, strict: bool) -> Match:
         {name: recipe for name, (recipe, _) in found.made.items() if name not in volatile},
         {name: target for name, (_, target) in found.made.items()},
         _note(files, missing, unexpected),
+        missing,
+        unexpected,
     )
 
 

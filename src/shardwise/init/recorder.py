@@ -23,17 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from shardwise.errors import ModelError
-from shardwise.init.deferred import defer
+from shardwise.init.deferred import Deferred, defer, undefer
+from shardwise.init.loading import Building
 from shardwise.init.tape import (
     Function,
     Operation,
     Origin,
     Ref,
     common_generator,
+    fill,
     has_generators,
     origin_of,
     origin_of_storage,
-    replay,
     set_origin,
     values_of,
 )
@@ -47,7 +48,7 @@ OVERWRITE |= {"fill_", "zero_", "copy_", "bernoulli_"}
 
 
 @contextmanager
-def deferred_init() -> Iterator[None]:
+def deferred_init(model: nn.Module | None = None) -> Iterator[Building]:
     """Inside, modules are built without memory for their parameters; `shard` makes each rank's part of the values.
 
     ```python
@@ -64,11 +65,24 @@ def deferred_init() -> Iterator[None]:
     with before, though they have a shape, a dtype and a device, may be given to an optimizer, frozen or tied.
     What a constructor reads (`.item()`) is computed when it is read. Real tensors that it copies from are kept.
 
+    `with sw.deferred_init() as building:` gives `building.load(model, folder)`: values from safetensors files.
+
+    A `model` that was built inside another `deferred_init` may be given, to be changed before `shard`.
+
     No rank has to wait for another. Raises `ModelError` for operations that cannot be put off.
     """
     recorder = Recorder()
-    with recorder.recording():
-        yield
+    building = Building(lambda: next(recorder.numbers))
+    if model is not None:
+        recorder.go_on_with(model)
+    try:
+        with recorder.recording():
+            yield building
+        building.close()
+    except BaseException:
+        if model is not None:
+            recorder.finish()
+        raise
     recorder.finish()
 
 
@@ -93,6 +107,18 @@ class Recorder:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def go_on_with(self, model: nn.Module) -> None:
+        """Parameters of `model` that wait may be computed with, until `finish`."""
+        last = -1
+        for param in model.parameters():
+            origin = origin_of(param)
+            if isinstance(param, Deferred) and origin is not None:
+                undefer(param)
+                self._storages.append(weakref.ref(param.untyped_storage()))
+                last = max(last, origin.number, *(write.number for write in origin.writes))
+        self.numbers = itertools.count(last + 1)
+        self.know(model)
 
     def know(self, module: nn.Module) -> None:
         """The parameters of `module`, and of what is in it, wait: it was there before the recording."""
@@ -130,14 +156,6 @@ class Recorder:
         set_origin(storage, origin)
         self._storages.append(weakref.ref(storage))
         return tensor, origin
-
-
-def fill(storage: torch.UntypedStorage, origin: Origin) -> None:
-    """Give a storage its values, and all tensors on it with it."""
-    values = replay([origin])[origin]
-    storage.resize_(origin.num_bytes)
-    storage.copy_(values, non_blocking=False)
-    set_origin(storage, None)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own

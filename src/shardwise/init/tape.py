@@ -11,7 +11,7 @@ was drawn before or between.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +72,7 @@ class Operation:
     """One call that was not made, or was made and thrown away. In its arguments tensors are `Ref`s or real values."""
 
     number: int
-    function: Function
+    function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: tuple[Ref, ...]
@@ -126,6 +126,14 @@ def values_of(tensor: Tensor) -> Tensor:
     if origin is None:
         return tensor
     return Ref.to(tensor, origin).on(replay([origin])[origin])
+
+
+def fill(storage: torch.UntypedStorage, origin: Origin) -> None:
+    """Give a storage its values, and all tensors on it with it."""
+    values = replay([origin])[origin]
+    storage.resize_(origin.num_bytes)
+    storage.copy_(values, non_blocking=False)
+    set_origin(storage, None)
 
 
 def digest_of(origins: Iterable[Origin]) -> bytes:
@@ -202,13 +210,14 @@ def _run(operation: Operation, storages: dict[Origin, torch.UntypedStorage]) -> 
         storages[ref.origin] = tensor.untyped_storage()
 
 
-def call(function: Function, args: Any, kwargs: Any, generator_state: Tensor | None) -> Any:
+def call(function: Callable[..., Any], args: Any, kwargs: Any, generator_state: Tensor | None) -> Any:
     """`function`, with random numbers from `generator_state` on; the user's generators stay as they are."""
     if generator_state is None:
         return function(*args, **kwargs)
     device = _device_of(args, kwargs)
     generator = torch.Generator(device)
     generator.set_state(generator_state)
+    assert isinstance(function, Function)
     seeded = _with_generator(function)
     if seeded is not None:
         return seeded(*args, **kwargs, generator=generator)

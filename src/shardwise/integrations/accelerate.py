@@ -19,6 +19,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, StateError
+from shardwise.init import materialize
 from shardwise.integrations.accelerate_saving import SavingAccelerator
 from shardwise.integrations.batches import DealingAccelerator, copies_of_a_batch
 from shardwise.integrations.plans import PlanLike, dtype_of, require_agreement, require_no_stages, settled, without
@@ -131,6 +132,8 @@ class Accelerator(SavingAccelerator, DealingAccelerator):
             self._pending.append(model)
         if model in self._engines or model in self._pending:
             device_placement = False
+        else:
+            materialize(model)  # one that nobody shards, if it was built without values
         # evaluation_mode: autocast, and no wrapper
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared

@@ -18,6 +18,7 @@ from shardwise.integrations.deepspeed.config import Named
 from shardwise.integrations.deepspeed.making import make_optimizer
 from shardwise.integrations.deepspeed.schedules import make_schedule
 from shardwise.integrations.hf_deepspeed import USE_VARIABLE, read_with
+from shardwise.integrations.hf_zero3 import LIVE
 from shardwise.integrations.plans import PlanLike, without
 from shardwise.places import place_of
 
@@ -55,6 +56,7 @@ class DeepSpeedAccelerator(Accelerator):
         self._is_told = False
         super().__init__(*args, plan=self._planned(None, place_of(os.environ).size or 1)[0], **kwargs)
         self.state: Any = _State(self.state, self._plugin)
+        LIVE.note(self._plugin)
 
     def _planned(self, model: nn.Module | None, world_size: int) -> tuple[sw.Plan, float | None]:
         """The plan, and the norm to clip to."""

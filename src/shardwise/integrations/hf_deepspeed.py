@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.integrations.deepspeed.config import Named, Reading, read_config
 from shardwise.integrations.deepspeed.making import make_optimizer
 from shardwise.integrations.deepspeed.schedules import make_schedule
+from shardwise.integrations.hf_zero3 import LIVE
 
 ASKED = "hf_deepspeed_config"
 """What `TrainingArguments` has once it was given a DeepSpeed config; Transformers' own name."""
@@ -70,7 +71,7 @@ def _keep(arguments: Any, given: dict[str, Any] | str | None) -> None:
 
     theirs: Any = deepspeed
     config = theirs.HfTrainerDeepSpeedConfig(given or DeepSpeedPlugin().deepspeed_config)
-    theirs.unset_hf_deepspeed_config()  # models are built as ever, and the engine shards them
+    theirs.unset_hf_deepspeed_config()  # models are built by us, see hf_zero3
     config.trainer_config_process(arguments)
     if config.mismatches:
         listed = "; ".join(line.removeprefix("- ") for line in config.mismatches)
@@ -78,6 +79,7 @@ def _keep(arguments: Any, given: dict[str, Any] | str | None) -> None:
             f'The DeepSpeed config and TrainingArguments contradict each other: {listed}. Say "auto" in the config.'
         )
     setattr(arguments, ASKED, config)
+    LIVE.note(config)
 
 
 class Sections:

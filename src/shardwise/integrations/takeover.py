@@ -23,7 +23,7 @@ import shardwise as sw
 from shardwise.errors import StateError
 
 ACCELERATE, TRANSFORMERS = "accelerate.accelerator", "transformers.trainer"
-ARGUMENTS = "transformers.training_args"
+ARGUMENTS, MODELS = "transformers.training_args", "transformers.modeling_utils"
 LIGHTNING, PYTORCH_LIGHTNING = "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer"
 FABRIC, LIGHTNING_FABRIC = "lightning.fabric.fabric", "lightning_fabric.fabric"
 
@@ -47,7 +47,7 @@ class Takeover(importlib.abc.MetaPathFinder):
             LIGHTNING_FABRIC: self._change_lightning_fabric,
         }
         if as_deepspeed:
-            self._changes[ARGUMENTS] = _change_arguments
+            self._changes |= {ARGUMENTS: _change_arguments, MODELS: _change_models}
 
     def install(self) -> None:
         """From now on; raises `StateError` where one of the modules is there already."""
@@ -133,6 +133,12 @@ def _change_arguments(module: Any) -> None:
     from shardwise.integrations.hf_deepspeed import take_over_arguments
 
     take_over_arguments(module.TrainingArguments)
+
+
+def _change_models(module: Any) -> None:
+    from shardwise.integrations.hf_zero3 import take_over_models
+
+    take_over_models(module)
 
 
 class _Afterwards(importlib.abc.Loader):

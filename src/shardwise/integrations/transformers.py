@@ -19,6 +19,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.init import materialize
 from shardwise.integrations.accelerate import Accelerator
 from shardwise.integrations.arguments import refuse_arguments
 from shardwise.integrations.folders import STATE_FOLDER, beside
@@ -232,6 +233,7 @@ class ShardwiseTrainerMixin(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():  # else the engine reads it, each rank its part
+            materialize(self.model if model is None else model)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 
 import torch
 
-from shardwise.comm import Communicator, Group, Journal
+from shardwise.comm import Communicator, Group
 from shardwise.errors import ProgramError
 from shardwise.program import Action, Block, Buffer, Moment, Program
 from shardwise.runtime.agree import Agreement
 from shardwise.runtime.mover import Mover
-from shardwise.storage import Flat
+from shardwise.storage import Unit
 from shardwise.telemetry import ON_THE_WAY, Timeline
 
 Call = Callable[[], None]
+Step = tuple[Action, Call]
 _TRAVELS_AS: dict[Buffer, str] = {"full": "param", "sum": "grad", "matrix": "update", "given": "update"}
 """What a timeline calls that of which a buffer is made."""
 
@@ -23,13 +25,23 @@ _TRAVELS_AS: dict[Buffer, str] = {"full": "param", "sum": "grad", "matrix": "upd
 class BoundBlock:
     """A moment, and the calls that are due at it."""
 
-    def __init__(self, block: Block, calls: Sequence[Call], journal: Journal, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        block: Block,
+        calls: Sequence[Call],
+        collectives: Communicator,
+        timeline: Timeline,
+        units: Mapping[str, str],
+    ) -> None:
+        """`units` are those of flat buffers, by name."""
         self.moment = block.moment
         ends_backward = block.moment.edge == "after" and block.moment.phase in ("backward", "backward_input")
         self.closes = block.moment.unit if ends_backward else ""
         """The unit whose backward ends at this moment, if one does."""
-        self._journal = journal
-        self._steps = tuple(zip(block.actions, calls, strict=True))
+        self._journal, self._together = collectives.journal, collectives.together
+        self._steps: tuple[Step, ...] = tuple(zip(block.actions, calls, strict=True))
+        self._unit_of_gather = {action: units.get(action.flat) for action in block.actions if action.verb == "gather"}
+        self._gathers_several = not collectives.is_host and any(len(run) > 1 for run in self._runs(self._steps))
         self.frees = frozenset(action.flat for action in block.actions if action.verb == "free")
         """The flat buffers that are freed at it."""
         self._keeping = tuple(step for step in self._steps if step[0].verb != "free")
@@ -46,11 +58,32 @@ class BoundBlock:
         if self._timeline.is_on:
             steps = tuple((action, partial(self._timed, action, call)) for action, call in steps)
         try:
-            for action, call in steps:
-                journal.action = action
-                call()
+            if self._gathers_several:
+                self._run_in_runs(steps)
+            else:
+                self._make(steps)
         finally:
             journal.action = None
+
+    def _make(self, steps: Sequence[Step]) -> None:
+        journal = self._journal
+        for action, call in steps:
+            journal.action = action
+            call()
+
+    def _run_in_runs(self, steps: Sequence[Step]) -> None:
+        for run in self._runs(steps):
+            if len(run) == 1:
+                self._make(run)
+                continue
+            with self._together():
+                self._make(run)
+
+    def _runs(self, steps: Sequence[Step]) -> Iterator[list[Step]]:
+        """Gathers of one unit that follow each other over one axis; all else by itself."""
+        for key, some in groupby(steps, lambda step: (self._unit_of_gather.get(step[0]), step[0].over)):
+            run = list(some)
+            yield from [run] if key[0] is not None else ([step] for step in run)
 
     def _timed(self, action: Action, call: Call) -> None:
         """Make the call as a span of the host, known to the profiler of torch too; follow what it sends on its way."""
@@ -68,7 +101,10 @@ class BoundBlock:
 class Executor:
     """Turns actions into calls on the flat buffers of one rank."""
 
-    def __init__(self, flats: Sequence[Flat], collectives: Communicator, groups: Mapping[str, Group]) -> None:
+    def __init__(self, units: Sequence[Unit], collectives: Communicator, groups: Mapping[str, Group]) -> None:
+        flats = [flat for unit in units for flat in unit.flats]
+        self._units = {flat.name: unit.name for unit in units for flat in unit.flats}
+        self._collectives = collectives
         self.timeline = Timeline()
         self.agreement = Agreement(collectives, groups)
         self.movers = {flat.name: Mover(flat, collectives, groups) for flat in flats}
@@ -88,7 +124,8 @@ class Executor:
         self._bind_block(Block(moment, tuple(actions))).run()
 
     def _bind_block(self, block: Block) -> BoundBlock:
-        return BoundBlock(block, [self._call(action) for action in block.actions], self.journal, self.timeline)
+        calls = [self._call(action) for action in block.actions]
+        return BoundBlock(block, calls, self._collectives, self.timeline, self._units)
 
     def _call(self, action: Action) -> Call:
         if action.subject in self._common:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -153,6 +154,9 @@ class Shared:
         if len(group.ranks) == 1 or not all(map(self._pairs.is_on_one_host, lines())):
             return None
         return self._meet_in(group, parts)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()  # nothing is launched
 
     def transport(self, group: Group) -> str:
         return "shared memory" if self._is_near(group) else self._pairs.transport(group)

@@ -1,0 +1,124 @@
+"""Weights in files as a part of histories: what is built inside `deferred_init` gets its values from there.
+
+A tensor that is loaded so has been written to by an operation that reads it. So it may be renamed, wrapped, tied or
+computed with before `shard`, as any other that was built there, and whoever makes its values reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError, StateError
+from shardwise.init.deferred import Deferred, undefer
+from shardwise.init.files import WeightFiles
+from shardwise.init.match import Match, match
+from shardwise.init.tape import Operation, Origin, Ref, fill, origin_of
+from shardwise.placement import Span
+
+Tensor = torch.Tensor
+Files = str | Path | Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Names of the model whose values are in the files, names that the files lack, and names in the files without a
+    place in the model."""
+
+    names: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+class Building:
+    """What `deferred_init` gives for as long as something is built inside."""
+
+    def __init__(self, next_number: Callable[[], int]) -> None:
+        self._next_number = next_number
+        self._is_open = True
+        self._buffers: list[tuple[_Read, Tensor]] = []
+        """To be filled when operations are carried out again."""
+
+    def close(self) -> None:
+        """The `with` is left."""
+        self._is_open = False
+        for read, buffer in self._buffers:
+            read(buffer)
+
+    def load(self, model: nn.Module, weights: Files, *, strict: bool = True) -> Loaded:
+        """Let parameters and buffers of `model`, which was built inside, have the values in safetensors files.
+
+        `weights` is a file, a list of files, or a folder as `save_pretrained` writes it. Their headers are read now,
+        and the values by `shard`: of a parameter that is not changed afterwards the elements that a rank keeps, of
+        others the whole tensor, one at a time. Without `strict` the files may have more or fewer tensors. No rank waits
+        for another.
+
+        Raises `ModelError` for weights of another model, `CheckpointError` for files that cannot be read, and
+        `StateError` outside of the `with`.
+        """
+        if not self._is_open:
+            raise StateError("load() was called after `with deferred_init()` was left. Call it inside.")
+        files = WeightFiles(Path(weights) if isinstance(weights, str | Path) else [Path(one) for one in weights])
+        found = match(model, files, strict=strict)
+        params = dict(model.named_parameters())
+        tensors = {**params, **dict(model.named_buffers())}
+        origins = {name: origin_of(tensors[name]) for name in found}
+        strange = [name for name, origin in origins.items() if origin is None and name in params]
+        if strange:
+            raise ModelError(
+                f"{strange[0]} was not built inside this deferred_init, so its values cannot be put off. Build the "
+                f"whole model inside, or give shard() the files as weights=."
+            )
+        for name, origin in origins.items():
+            if origin is not None:
+                self._write(found, name, Ref.to(tensors[name], origin))
+            else:  # a buffer that was made of numbers, as a counter is
+                self._buffers.append((_Read(found, name), tensors[name]))
+        return Loaded(tuple(found), tuple(found.missing), tuple(found.unexpected))
+
+    def _write(self, found: Match, name: str, ref: Ref) -> None:
+        overwritten = (ref.origin,) if ref.covers_all else ()
+        needs = () if ref.covers_all else (ref,)
+        default = torch.get_default_dtype()
+        number = self._next_number()
+        ref.origin.writes.append(
+            Operation(number, _Read(found, name), (ref,), {}, (), needs, overwritten, default, None)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """An operation that fills a tensor with one from files."""
+
+    found: Match
+    name: str
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self.found.read(self.name, Span(0, tensor.numel())).view(tensor.shape))
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.found.files.said}"
+
+
+def read_part(tensor: Tensor, origin: Origin, span: Span) -> Tensor | None:
+    """Elements `span` of `tensor`, flat, if they lie in files as they are; `None` if more was done to make them."""
+    last = origin.writes[-1] if origin.writes else None
+    if last is None or not isinstance(last.function, _Read):
+        return None
+    (written,) = last.args
+    if not tensor.is_contiguous() or written != Ref.to(tensor, origin):
+        return None
+    return last.function.found.read(last.function.name, span).to(tensor.dtype)
+
+
+def materialize(model: nn.Module) -> None:
+    """Give parameters of `model` that wait for `shard` their values, whole, on this rank."""
+    for param in model.parameters():
+        if isinstance(param, Deferred):
+            undefer(param)
+        if (origin := origin_of(param)) is not None:
+            fill(param.untyped_storage(), origin)
