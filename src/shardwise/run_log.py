@@ -71,8 +71,7 @@ class RunLog:
         self._since = Since()
         self._ranks_at = 0.0
         self._memory: list[dict[str, Any]] = []
-        self._report: MemoryReport | None = None
-        self._measured_at = 0.0
+        self._bytes = _Bytes()
         self._timeline = StepTimeline(
             self._folder, is_made=world.is_newcomer
         )  # others have made theirs, or given it up
@@ -103,7 +102,7 @@ class RunLog:
         """`sharded` takes the steps from here on: the first one, or another after `reshard`."""
         if self._folder is not None and self._notes is None:
             self._open(self._folder)
-        self._sharded, self._report, self._slow = sharded, None, None
+        self._sharded, self._bytes, self._slow = sharded, _Bytes(), None
         self._last_step = sharded.progress.num_steps
         self.profile.follow(sharded.timeline, sharded.progress.num_steps)
         sharded.progress.on_step[:] = [self._note_step]
@@ -221,24 +220,8 @@ class RunLog:
         """What this rank says."""
         process = process_memory()
         memory = {"process": process.now_bytes, "process_peak": process.peak_bytes}
-        tiers = self._tiers(sharded, is_step=lap.seconds > 0)
+        tiers = self._bytes.by_tier(sharded) if self._folder is not None and lap.seconds > 0 else {}
         return Told(numbers, int(tokens), int(samples), lap, memory, tiers, sharded.progress.weighing.reported)
-
-    def _tiers(self, sharded: ShardedModel, *, is_step: bool) -> dict[str, dict[str, dict[str, int]]]:
-        """Bytes promised and measured, by tier and kind; empty where nothing is to be said again so soon."""
-        now = time.monotonic()
-        if self._folder is None or not is_step or now - self._measured_at < RANKS_EVERY_SECONDS:
-            return {}
-        # what is promised follows from the program, which is known once a step has been taken
-        report = memory_of(sharded) if self._report is None else measured_anew(sharded, self._report)
-        self._report, self._measured_at = report, now
-        promised = (report.promised, report.promised_on_host, report.promised_on_disk)
-        measured = (report.measured, report.measured_on_host, report.measured_on_disk)
-        return {
-            "promised": dict(zip(_TIERS, promised, strict=True)),
-            "measured": dict(zip(_TIERS, measured, strict=True)),
-            "replicated": {"device": report.replicated},
-        }
 
     def _all_told(self, sharded: ShardedModel, told: list[Told], num_steps: int) -> tuple[dict[str, Any], int]:
         """Numbers of all ranks together, over the last `num_steps`, and how many tokens they had."""
@@ -356,6 +339,30 @@ class RunLog:
             self._record.close()
         for tracker in self._trackers:
             tracker.close(failed=error is not None)
+
+
+class _Bytes:
+    """What a rank was promised and holds under one plan."""
+
+    def __init__(self) -> None:
+        self._report: MemoryReport | None = None
+        self._measured_at = -RANKS_EVERY_SECONDS
+
+    def by_tier(self, sharded: ShardedModel) -> dict[str, dict[str, dict[str, int]]]:
+        """Bytes promised and measured, by tier and kind; empty where nothing is to be said again so soon."""
+        now = time.monotonic()
+        if now - self._measured_at < RANKS_EVERY_SECONDS:
+            return {}
+        # what is promised follows from the program, which is known once a step has been taken
+        report = memory_of(sharded) if self._report is None else measured_anew(sharded, self._report)
+        self._report, self._measured_at = report, now
+        promised = (report.promised, report.promised_on_host, report.promised_on_disk)
+        measured = (report.measured, report.measured_on_host, report.measured_on_disk)
+        return {
+            "promised": dict(zip(_TIERS, promised, strict=True)),
+            "measured": dict(zip(_TIERS, measured, strict=True)),
+            "replicated": {"device": report.replicated},
+        }
 
 
 def _means(told: list[Told], names: Collection[str]) -> dict[str, float]:
