@@ -115,6 +115,7 @@ def main(out: Path, plan: str, loop: str, num_steps: int, kills: list[str]) -> N
         times.append((engine.num_steps, time.time()))
     state = {name: value.tolist() for name, value in engine.state_dict().items()}
     said = {"losses": losses, "state": state, "void": engine.num_void, "times": times, "world": engine.world.size}
+    said["folder"] = str(world.membership.folder) if world.membership is not None else None
     said["resumed"] = None if resumed is None else (resumed.step, resumed.state)
     (out / f"member-{member}.json").write_text(json.dumps(said))
     engine.close()

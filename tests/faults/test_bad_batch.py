@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import warm
 from shardwise.monitor import read_record
 from tests.faults.bad_batch import BAD_STEP, NUM_STEPS, bad_sample, build, loader
 from tests.thorough import THOROUGH
@@ -21,8 +21,8 @@ SCRIPT = Path(__file__).with_name("bad_batch.py")
 def ran(out: Path, where: str, plan: dict[str, object], retries: str = "0:10") -> subprocess.CompletedProcess[str]:
     launch = ["launch", "--nproc", "4", "--elastic", "1:4", "--retries", retries]
     return subprocess.run(
-        [sys.executable, "-m", "shardwise", *launch, str(SCRIPT), str(out), where, json.dumps(plan)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [warm.python(), "-m", "shardwise", *launch, str(SCRIPT), str(out), where, json.dumps(plan)],
+        env={**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,

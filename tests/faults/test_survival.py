@@ -8,13 +8,14 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import warm
+from shardwise.monitor import read_record
 from tests.faults.survivor import ROWS, batch_of, build, loss_of
 from tests.thorough import THOROUGH, drawn, one_in
 
@@ -42,9 +43,9 @@ def started(
 ) -> subprocess.Popen[str]:
     launch = ["launch", "--nproc", "4", "--elastic", f"{least}:4", "--retries", retries]
     script = [str(SCRIPT), str(out), plan, loop, str(num_steps), *kills]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", *launch, *script],
+        [warm.python(), "-m", "shardwise", *launch, *script],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -62,12 +63,13 @@ def check(said: str, job: subprocess.Popen[str], out: Path, num_steps: int, most
         wrong = [pair for pair in pairs if abs(pair[0] - pair[1]) > 1e-6 * pair[1]]
         assert len(wrong) <= most_wrong, (wrong, said)
         assert one["state"] == found[0]["state"]
+        assert one["folder"].startswith("/dev/shm/")
+        assert not Path(one["folder"]).exists(), "what outlives ranks goes with the job"
         if not one["losses"]:
             continue  # it came as the others ended: its one iteration was void
         assert max(map(int, one["losses"])) == num_steps - 1
         first = min(map(int, one["losses"]))
         assert one["resumed"] == ([first, {}] if first else None), "where the others are, though nobody has saved"
-    assert not list(Path("/dev/shm").glob(f"shardwise-*{job.pid}*"))
 
 
 @one_in(4)
@@ -131,9 +133,9 @@ def losses_of(out: Path) -> dict[int, float]:
 
 def begun(out: Path, said: Path, *options: str) -> subprocess.Popen[bytes]:
     """The main job on three ranks, which somebody will have to stop."""
-    launch = [sys.executable, "-m", "shardwise", "launch", "--nproc", "3", *options]
+    launch = [warm.python(), "-m", "shardwise", "launch", "--nproc", "3", *options]
     script = [str(TRAIN), *SMALL, "--steps", "5000", "--save-every", "20", "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **warm.RANKS_TOO, "OMP_NUM_THREADS": "1"}
     with said.open("w") as log:
         return subprocess.Popen([*launch, *script], env=environment, stdout=log, stderr=subprocess.STDOUT)
 
@@ -155,12 +157,7 @@ def test_the_main_job_loses_a_rank_lets_one_in_and_has_the_losses_of_one_that_di
     job = begun(killed, said, "--elastic", "1:3", "--log-dir", str(tmp_path / "logs"))
     while job.poll() is None and not ((killed / "record.jsonl").exists() and len(losses_of(killed)) > 40):
         time.sleep(0.1)
-    first = next(
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and is_rank(entry, str(killed), rank=0)
-    )
-    os.kill(first, signal.SIGKILL)
+    os.kill(read_record(killed / "record.jsonl").header["process"]["pid"], signal.SIGKILL)  # rank 0, which writes it
     while job.poll() is None and "3 ranks go on after step" not in said.read_text():
         time.sleep(0.1)
     assert "2 ranks go on after step" in said.read_text()
@@ -170,13 +167,3 @@ def test_the_main_job_loses_a_rank_lets_one_in_and_has_the_losses_of_one_that_di
     assert losses.keys() == set(range(1, len(losses) + 1))
     wrong = [step for step, loss in losses.items() if abs(loss - wanted[step]) > 1e-6 * wanted[step]]
     assert len(wrong) <= 1, wrong  # a rank that dies while it tells its loss is not in the mean of it
-
-
-def is_rank(process: Path, out: str, rank: int) -> bool:
-    """Whether a folder of /proc is of this rank of the job that writes to `out`."""
-    try:
-        words = (process / "cmdline").read_bytes().decode().split("\0")
-        settings = (process / "environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return False
-    return "shardwise.launch.worker" in words and out in words and f"RANK={rank}" in settings
