@@ -47,6 +47,7 @@ def main():
     torch.distributed.barrier()
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LARGE) if folder == "-" else AutoModelForCausalLM.from_pretrained(folder)
     num_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
     engine = deepspeed.initialize(model=model, config=CONFIG, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))[0]

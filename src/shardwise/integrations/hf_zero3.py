@@ -88,7 +88,7 @@ def _replaced(plain: Callable[..., Any], seam: _Seam) -> Callable[..., Any]:
 
 
 class _ToBeReadWholeError(Exception):
-    """The files are of a kind of which no parts can be read."""
+    """The model, or its files, are of a kind of which no parts can be read."""
 
 
 class _Seam:
@@ -117,10 +117,11 @@ class _Seam:
     @contextmanager
     def building(self) -> Iterator[None]:
         """Inside, one model is built, and its parameters wait for `shard`."""
+        drawn = torch.get_rng_state()
         with sw.deferred_init() as building:
             self.is_building = True
             self._models.get_init_context = classmethod(self._without_meta)
-            self._models._load_pretrained_model = staticmethod(functools.partial(self._loaded, building))
+            self._models._load_pretrained_model = staticmethod(functools.partial(self._loaded, building, drawn))
             try:
                 yield
             finally:
@@ -128,15 +129,24 @@ class _Seam:
                 self._models.get_init_context = classmethod(self._contexts)
                 self._models._load_pretrained_model = staticmethod(self._load)
 
-    def _without_meta(self, cls: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    def _without_meta(self, cls: Any, dtype: torch.dtype, is_quantized: bool, *args: Any, **kwargs: Any) -> list[Any]:
         """The contexts of a constructor: parameters have a device, and buffers their values."""
         from transformers.initialization import no_init_weights
 
-        found = self._contexts(cls, *args, **kwargs)
+        if is_quantized:
+            raise _ToBeReadWholeError
+        found = self._contexts(cls, dtype, is_quantized, *args, **kwargs)
         return [*(one for one in found if not isinstance(one, torch.device)), no_init_weights()]
 
     def _loaded(
-        self, building: Any, model: Any, state_dict: Any, files: list[str] | None, config: Any, *_: Any
+        self,
+        building: Any,
+        drawn: torch.Tensor,
+        model: Any,
+        state_dict: Any,
+        files: list[str] | None,
+        config: Any,
+        *_: Any,
     ) -> tuple[Any, Any]:
         """What transformers asks for once a model is built: which of its names are in the files."""
         names = [Path(file) for file in files or ()]
@@ -145,6 +155,9 @@ class _Seam:
             raise _ToBeReadWholeError
         from transformers.utils.loading_report import LoadStateDictInfo
 
+        torch.set_rng_state(
+            drawn
+        )  # a constructor on the meta device, as of a model that is loaded whole, draws nothing
         found = building.load(model, names, strict=False)
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name in found.names:
