@@ -53,9 +53,10 @@ class EngineSequences(EngineReports):
     def give_whole_outputs(self, *, tokens: bool = True) -> None:
         """From now on a model of transformers that is given a whole batch, and splits it along `sp`, returns wholes.
 
-        A loss is that of the whole batch, on every rank along `sp`. With `tokens` so is what is by token, in
-        dimension 1; but logits and hidden states not where the model's own loss is trained, because they would take
-        too much memory: see `join_sequence`. All ranks call. Without an axis `sp` nothing changes.
+        A loss is that of the whole batch, on every rank along `sp`, and what is by token, in dimension 1, is joined.
+        But beside a loss of the model's own, logits and hidden states stay in parts where it is trained, because they
+        would take too much memory (see `join_sequence`), and elsewhere if `tokens` is false. All ranks call. Without
+        an axis `sp` nothing changes.
         """
         self._require_open()
         self._sharded.progress.whole_outputs.ask(tokens=tokens)

@@ -26,11 +26,14 @@ def test_a_run_is_that_of_ddp(name: str) -> None:
 @pytest.mark.parametrize("name", ["supervised", "preferred"])
 def test_split_sequences_are_trained_as_whole_ones(name: str) -> None:
     job = getattr(jobs, name)
-    plain = begin(1, job, None)
-    ours = on_ranks(2, job, {"preset": "zero3", "mesh": {"dp": -1, "sp": 2}})[0]
+    settings = {"eval_strategy": "steps", "eval_steps": 2} if name == "supervised" else {}
+    plain = begin(1, job, None, **settings)
+    ours = on_ranks(2, job, {"preset": "zero3", "mesh": {"dp": -1, "sp": 2}}, **settings)[0]
     expected = plain()[0]
     for figure in ("losses", "norms", "rates"):
         assert ours[figure] == pytest.approx(expected[figure], abs=1e-5), figure
+    assert ours["evaluations"] == pytest.approx(expected["evaluations"], abs=1e-5)
+    assert len(ours["evaluations"]) == (2 if name == "supervised" else 0)
     assert ours["by_token"] == pytest.approx(expected["by_token"], abs=1e-5)
     assert len(ours["losses"]) == len(ours["by_token"]) // (2 if name == "preferred" else 1) == 4
     for parameter, value in expected["state"].items():

@@ -49,7 +49,10 @@ def supervised(plan: Any, **settings: Any) -> dict[str, Any]:
     made, given = ours(SFTTrainer, plan)
     data = Dataset.from_list([{"text": text} for text in texts(32, 0)])
     arguments = SFTConfig(tempfile.mkdtemp(), **{**COMMON, **settings})
-    trainer = made(llama(), args=arguments, train_dataset=data, processing_class=tokenizer(), **given)
+    tests = Dataset.from_list([{"text": text} for text in texts(8, 3)]) if settings else None
+    trainer = made(
+        llama(), args=arguments, train_dataset=data, eval_dataset=tests, processing_class=tokenizer(), **given
+    )
     trainer.train()
     return told(trainer, getattr(trainer, "engine", None)) | {"by_token": by_token(trainer)}
 

@@ -72,10 +72,12 @@ def test_an_evaluation_returns_what_the_whole_model_does(attention: str) -> None
             whole = model(**batch, output_hidden_states=True)
             engine.give_whole_outputs(tokens=False)
             parts = model(**batch)
-        return whole, parts
+            asked = {name: value for name, value in batch.items() if name != "labels"}
+            return whole, parts, model(**asked).logits
 
     kept = batch["attention_mask"].bool()
-    for whole, parts in on_ranks({"sp": 2}, work, attention):
+    for whole, parts, without_labels in on_ranks({"sp": 2}, work, attention):
+        assert_close(without_labels[kept], plain.logits[kept])  # whoever works a loss out needs them
         assert_close(whole.loss, plain.loss)
         assert whole["logits"] is whole.logits
         assert_close(whole.logits[kept], plain.logits[kept])

@@ -136,7 +136,7 @@ class ShardwiseTrainerMixin(_Base):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """See Trainer. Where sequences are split, logits are joined if anybody is to see them."""
+        """See Trainer. Where sequences are split, logits beside a loss are joined if anybody is to see them."""
         if self.engine is not None:
             self.engine.give_whole_outputs(tokens=not prediction_loss_only)
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)

@@ -7,6 +7,7 @@ ranks: each rank sends back through its own tokens alone, and the mean over rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,11 +53,11 @@ def whole_output(output: Any, line: Line, sample: Sample, called: Mapping[str, A
     """What the model returned for this rank's tokens of the batch `called`, as it would be for all of them.
 
     A loss, which there is if there were labels, becomes that of the sample. What has this rank's tokens in dimension 1
-    is joined if `with_tokens`; but where the model's own loss is trained, more than one number per token, such as
-    logits, is left as it is: whole logits of a long sequence would not fit.
+    is joined. But beside a loss more than one number per token, such as logits, is left as it is where it is trained,
+    because whole logits of a long sequence would not fit, and without `with_tokens`.
     """
     has_loss = any(called.get(name) is not None for name in LABELS)
-    most = 2 if has_loss and torch.is_grad_enabled() else None
+    most = 2 if has_loss and (torch.is_grad_enabled() or not with_tokens) else math.inf
 
     def change(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0:
@@ -64,9 +65,7 @@ def whole_output(output: Any, line: Line, sample: Sample, called: Mapping[str, A
             mean: Tensor = _Mean.apply(tensor, line) if is_loss else tensor  # type: ignore[no-untyped-call]
             return mean
         is_by_token = tensor.dim() > 1 and tensor.shape[1] == sample.layout.num_local
-        if with_tokens and is_by_token and (most is None or tensor.dim() <= most):
-            return join(tensor, line, sample, 1)
-        return tensor
+        return join(tensor, line, sample, 1) if is_by_token and tensor.dim() <= most else tensor
 
     return _changed(output, change)
 
