@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.placement import mesh_for, table_for
 from shardwise.program import Activations
 from shardwise.rehearsal import rehearse
-from shardwise.rehearsal.grouped import KERNEL_BYTES, GroupedProducts, num_kept_kernels
+from shardwise.rehearsal.grouped import GroupedProducts, bytes_of_a_kernel, num_kept_kernels
 from shardwise.rehearsal.rehearse import PROCESS_BYTES
 from shardwise.storage import choose_units, make_unit, tables_for, torch_dtype
 from shardwise.telemetry import ByteMeter
@@ -200,7 +200,7 @@ def test_counts_mixtures_of_experts(precision: str) -> None:
     activations = rehearsed(model, {"input_ids": tokens, "labels": tokens}, precision)
     assert peak_of(activations) == pytest.approx(expected, abs=numbers)
     has_kernels = precision == "bf16" and torch.backends.mkldnn.is_available()
-    kernels = num_kept_kernels() * KERNEL_BYTES if has_kernels else 0
+    kernels = num_kept_kernels() * bytes_of_a_kernel(torch.bfloat16) if has_kernels else 0
     assert activations.process_bytes == PROCESS_BYTES + kernels
 
 
