@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.monitor import process_memory
-
 NUM_KERNELS = 1024
 LEAST_KERNEL_BYTES = 44 * 2**10
 PROBED_ROWS, PROBED_SIZES = range(33, 81), (256, 1024)
@@ -69,6 +67,8 @@ def num_kept_kernels() -> int:
 @cache
 def bytes_of_a_kernel(dtype: torch.dtype) -> int:
     """What this process grows by for a product of another shape."""
+    from shardwise.monitor import process_memory  # which a job that rehearses no experts need not load
+
     width, height = PROBED_SIZES
     matrix, rows = (torch.ones(size, width, dtype=dtype) for size in (height, PROBED_ROWS.stop))
     out = torch.empty(PROBED_ROWS.stop, height, dtype=dtype)
