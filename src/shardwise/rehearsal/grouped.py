@@ -3,9 +3,9 @@
 [Note: kernels that stay] On a CPU oneDNN compiles a kernel for every shape of a product in bf16 or fp16, and keeps the
 latest 1024 (ONEDNN_PRIMITIVE_CACHE_CAPACITY). The products of one step are always the same, and are within the
 allowance of a process; but how many tokens an expert gets is another number in every step, so that with experts all
-1024 come to be. How large one is depends on the processor: with torch 2.13 43 KiB with AVX-512 alone, 560 to 830 where it has
-instructions for bf16, of which half stay even without room in that cache. So it is measured where it matters, once in a
-process, by as many products as give a figure: a tenth of a second.
+1024 come to be. How large one is depends on the processor: with torch 2.13 43 KiB with AVX-512 alone, 560 to 830 where
+it has instructions for bf16, of which half stay even without room in that cache. So it is measured where it matters,
+once in a process, by as many products as give a figure: a tenth of a second.
 """
 
 from __future__ import annotations
