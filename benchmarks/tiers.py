@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -179,7 +180,8 @@ def _race_adam(threads: int, quick: bool) -> dict[str, Any]:
 def _overlap(folder: Path, numel: int, queue: IoQueue, rounds: int) -> list[dict[str, Any]]:
     """A step with masters and moments on the disk; the same reads and writes alone; and the same updates alone.
 
-    Once as it is, and once with each slice updated so often that it takes longer than the disk does.
+    Once as it is, and once with each slice updated so often that it takes longer than the disk does: after the first
+    time a slice lies in a cache, so how often that is has to be found.
     """
     place = TierFolder(folder)
     adam = HostAdam(max(1, num_cores()))
@@ -191,32 +193,34 @@ def _overlap(folder: Path, numel: int, queue: IoQueue, rounds: int) -> list[dict
         grad = torch.randn(numel).bfloat16()
         views = file.views(0, torch.zeros(states.buffer_bytes, dtype=torch.uint8))
 
+        def update(repeats: int, index: int, views: dict[str, torch.Tensor]) -> None:
+            start, stop = file.bounds(index)
+            param, *moments = (views[key][: stop - start] for key in ("param", "exp_avg", "exp_avg_sq"))
+            for _ in range(repeats):
+                adam.update([AdamTensors(param, grad[start:stop], *moments)], group, step=3)
+
+        def update_all(repeats: int) -> None:
+            for index in range(file.num_slices):
+                update(repeats, index, views)
+
         def race(repeats: int) -> dict[str, Any]:
-            def update(index: int, views: dict[str, torch.Tensor]) -> None:
-                start, stop = file.bounds(index)
-                param, *moments = (views[key][: stop - start] for key in ("param", "exp_avg", "exp_avg_sq"))
-                for _ in range(repeats):
-                    adam.update([AdamTensors(param, grad[start:stop], *moments)], group, step=3)
-
-            def update_all() -> None:
-                for index in range(file.num_slices):
-                    update(index, views)
-
             calls: dict[str, Callable[[], None]] = {
-                "step": lambda: file.update(pool, update),
+                "step": lambda: file.update(pool, partial(update, repeats)),
                 "disk alone": lambda: file.update(pool, _nothing),
-                "update alone": update_all,
+                "update alone": lambda: update_all(repeats),
             }
             times = _in_turns(calls, rounds)
             timeline = Timeline()
             timeline.start()
-            file.update(pool, update, timeline)
+            file.update(pool, partial(update, repeats), timeline)
             hidden = hidden_share(timeline.stop())
             return {"repeats": repeats, "seconds": times, "bytes": file.num_bytes, "hidden": hidden}
 
         first = race(1)
-        longer = 1.5 * median(first["seconds"]["disk alone"]) / median(first["seconds"]["update alone"])
-        return [first, race(max(2, round(longer)))]
+        wanted, repeats = 1.5 * median(first["seconds"]["disk alone"]), 2
+        while (took := _in_turns({"updates": partial(update_all, repeats)}, 1)["updates"][0]) < wanted:
+            repeats = max(repeats + 1, round(repeats * wanted / took))
+        return [first, race(repeats)]
     finally:
         adam.close()
         place.close()
