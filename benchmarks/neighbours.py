@@ -24,9 +24,9 @@ def busy_seconds() -> float:
 
 
 def own_seconds() -> float:
-    """CPU time of all descendants that have ended and been waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    """CPU time of this process, and of all descendants that have ended and been waited for."""
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 class Neighbours:
