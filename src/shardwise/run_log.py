@@ -72,9 +72,7 @@ class RunLog:
         self._ranks_at = 0.0
         self._memory: list[dict[str, Any]] = []
         self._bytes = _Bytes()
-        self._timeline = StepTimeline(
-            self._folder, is_made=world.is_newcomer
-        )  # others have made theirs, or given it up
+        self._timeline = StepTimeline(self._folder, is_made=world.is_newcomer)
         self._at_exit: Callable[[], None] | None = None
         self._slow: SlowWindow | None = None
         self._said: Said | None = None
