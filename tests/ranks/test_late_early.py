@@ -264,6 +264,27 @@ def test_what_a_unit_gathers_at_one_moment_is_launched_as_one(case: tuple[str, i
     assert devices.num_works == devices.num_waited
 
 
+def test_gathers_that_cannot_be_launched_fail_as_links_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever abandons a pass waits for what was begun."""
+
+    def refuse(*_: Any) -> FakeWork:
+        raise RuntimeError("no memory for a launch")
+
+    def rank(world: sw.World) -> None:
+        mesh = Mesh(("dp",), (2,))
+        collectives, group = world.collectives(world.device), world.group(mesh, "dp")
+        collectives.prepare(mesh)
+        works = []
+        with pytest.raises(RuntimeError, match="no memory for a launch"), collectives.together():
+            works += [collectives.all_gather(torch.zeros(4), group, "a shelf") for _ in range(2)]
+        for work in works:
+            with pytest.raises(CommError):
+                work.wait()
+
+    monkeypatch.setattr(FakeGroups, "all_gather_coalesced", refuse)
+    Devices("late").run(2, rank)
+
+
 def trained_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
 

@@ -114,12 +114,16 @@ class DeviceCollectives:
         try:
             yield
         finally:
-            self._launch()
-            self._put_off = None
+            try:
+                self._launch()
+            finally:
+                self._put_off = None
 
     def _launch(self) -> None:
         """Start what was put off."""
-        waiting, self._put_off = self._put_off or [], []
+        waiting = self._put_off or []
+        if waiting:
+            self._put_off = []
         alike: dict[tuple[int, torch.dtype], list[_PutOff]] = {}
         for one in waiting:
             alike.setdefault((id(one.by_group), one.full.dtype), []).append(one)
@@ -310,7 +314,8 @@ class _PutOff:
     def wait(self) -> None:
         if self.work is None:
             self.launch()
-        assert self.work is not None
+        if self.work is None:
+            raise RuntimeError("it could not be launched")
         self.work.wait()
 
 

@@ -155,9 +155,7 @@ class _Seam:
             raise _ToBeReadWholeError
         from transformers.utils.loading_report import LoadStateDictInfo
 
-        torch.set_rng_state(
-            drawn
-        )  # a constructor on the meta device, as of a model that is loaded whole, draws nothing
+        torch.set_rng_state(drawn)  # a constructor on meta, as of a model that is loaded whole, draws nothing
         found = building.load(model, names, strict=False)
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name in found.names:
